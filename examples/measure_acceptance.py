@@ -6,46 +6,28 @@
 decoding does: target and draft each draw a token, and the drafted one is accepted if the two are equal. All three rules
 give exact samples of the target's distribution; they differ in how many drafted tokens they accept. One token is
 proposed at a time, so the figures are rates per position; in longer proposals, all tokens after a wrong one are
-rejected too.
+rejected too. The prompts begin top-level functions and classes that were held out of the demo pair's training.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import random
-import re
-import sysconfig
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import trio
+from demo_corpus import SEED, held_out_prompts
 from mlx_lm import load
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
 import runtime
 
-SEED = 7
 LOOKAHEADS = (1, 2, 4)
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0, 1.2, 1.5)
 RULES = ("rejection", "match", "equality")
-
-
-def held_out_prompts(count: int) -> list[str]:
-    """The first lines of definitions in the files of the standard library that the demo pair was not trained on."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "encodings", "pydoc_data", "__pycache__", "data"}
-    found: list[str] = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        is_held_out = hashlib.sha256(relative.as_posix().encode()).digest()[0] % 20 == 0
-        if is_held_out and not left_out & set(relative.parts) and path.stat().st_size < 150_000:
-            source = path.read_text(encoding="utf-8", errors="ignore")
-            found += re.findall(r"^(?:def|class) .*(?:\n[ \t]+.*|\n){3}", source, flags=re.MULTILINE)
-    return random.Random(SEED).sample(found, count)
 
 
 async def ours(prompts: list[str], **settings: Any) -> float:

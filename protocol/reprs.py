@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 from typing import Any
 
 MAX_CHARACTERS = 200  # the most characters of a `__repr__`, and of a user's value in an error message
@@ -46,6 +47,11 @@ def excerpt(text: str, max_characters: int = 40) -> str:
 def shown_path(path: str) -> str:
     """`repr` of a path or a hub id, in full up to 1000 characters."""
     return excerpt(path, 1000)
+
+
+def listed(names: Collection[str], most: int) -> str:
+    """Names, of which `most` at the most are said: "a, b and 3 more"."""
+    return ", ".join([*names][:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def size_in_words(num_bytes: float) -> str:

@@ -2,7 +2,7 @@
 
 A text ends with the first token after which a stop string occurs in the decoded text. If several occur by then, the one
 that begins earliest counts; of those that begin together, the one listed first. The consumer is given the text before.
-In an answer with reasoning or calls, only the content is searched (`runtime.generation.answers.content_stops`).
+In an answer with reasoning or calls, only the content is searched (`runtime.generation.text.ContentStops`).
 """
 
 from __future__ import annotations

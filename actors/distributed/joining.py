@@ -15,7 +15,7 @@ from actors.distributed.rank_address import RankAddress, rank_address
 from actors.distributed.rank_group import RankGroup
 from actors.remote.link import SILENCE_S
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Broken, Hello, Welcome
+from protocol.rank_messages import Broken, Hello, RankMessage, Welcome
 
 JOIN_TIMEOUT_S = 60.0  # longest wait for the other ranks to start, in seconds
 RETRY_S = 0.1  # pause between two attempts to reach rank 0, in seconds
@@ -111,12 +111,12 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
 def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, Connection], deadline: float) -> None:
     """Take a rank's first message. Something else that connects, such as a port scanner, is ignored."""
     connection = Connection(connected, SILENCE_S)
+    message: RankMessage | None
     try:
         message = connection.receive_first(deadline)
         connection.set_timeout(SILENCE_S)
     except (OSError, ProtocolError):
-        connection.close()
-        return
+        message = None
     if not isinstance(message, Hello) or not 0 < message.rank < own.size:
         connection.close()
         return

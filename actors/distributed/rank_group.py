@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,8 +21,6 @@ from actors.remote.link import BEAT_S, SILENCE_S
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
-
-logger = logging.getLogger("outrider")
 
 CONNECT_TIMEOUT_S = 60.0  # longest time that MLX may take to connect ranks that are all there, in seconds
 # How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
@@ -69,7 +66,7 @@ class RankGroup:
         self._is_broken = threading.Event()
         self._others_are_told = threading.Event()
         self._callbacks: list[Callable[[RankError], None]] = []
-        self._is_hanging: Callable[[], bool] | None = None
+        self.is_hanging: Callable[[], bool] | None = None  # tells, in any thread, whether this rank's own model hangs
         # The operation that this rank is in, and since when; and what the others have said of theirs.
         self._at_work: tuple[str | None, float] = (None, time.monotonic())
         self._heard: dict[int, Beat] = {}
@@ -210,14 +207,19 @@ class RankGroup:
             failure = self._failure = RankError(f"the ranks cannot go on: {reason}")
             callbacks, self._callbacks = self._callbacks, []
         # Before the callbacks: this process may end as soon as they are called, and the others should know why.
-        untold = [connection for connection in self._connections.values() if not _tell(connection, reason)]
+        untold = []
+        for connection in self._connections.values():
+            with suppress(OSError):  # it has gone, too
+                if not connection.send_unless_busy(Broken(reason)):
+                    untold.append(connection)
         for callback in reversed(callbacks):
             callback(failure)
         # Only now: the model's thread raises this as soon as it sees it, and streams should be told before.
         self._error = failure
         self._is_broken.set()
         for connection in untold:
-            _tell(connection, reason, wait=True)
+            with suppress(OSError):
+                connection.send(Broken(reason))
         self._inbox.put(None)
         if (drafter := self.drafter) is not None:
             drafter.lose(reason)
@@ -255,24 +257,9 @@ class RankGroup:
                 if call in self._callbacks:
                     self._callbacks.remove(call)
 
-    @contextmanager
-    def watching(self, is_hanging: Callable[[], bool]) -> Iterator[None]:
-        """While in force, break the group if this rank's own model hangs; `is_hanging` tells that, in any thread."""
-        self._is_hanging = is_hanging
-        try:
-            yield
-        finally:
-            self._is_hanging = None
-
     def note(self, operation: str | None) -> None:
         """Note which operation this rank is in; None for none. The other ranks hear of it with the next heartbeat."""
         self._at_work = operation, time.monotonic()
-
-    def _whereabouts(self) -> str:
-        return "; ".join(
-            f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
-            for rank, beat in sorted(self._heard.items())
-        )
 
     def _lose(self, rank: int, how: str) -> RankError:
         reason, link = f"rank {rank} {how}", self._link_to(rank)
@@ -313,10 +300,12 @@ class RankGroup:
                 elif silent_s[rank] > SILENCE_S:
                     self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
             looked = now
-            if (is_hanging := self._is_hanging) is not None and is_hanging():
-                self.fail(
-                    f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({self._whereabouts()})"
+            if (is_hanging := self.is_hanging) is not None and is_hanging():
+                others = "; ".join(
+                    f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
+                    for rank, beat in sorted(self._heard.items())
                 )
+                self.fail(f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({others})")
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat()
@@ -352,17 +341,6 @@ class RankGroup:
                 connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
-
-
-def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:
-    """Tell another rank why the group is broken. Returns: False if only `wait` would make that possible."""
-    try:
-        if not wait:
-            return connection.send_unless_busy(Broken(reason))
-        connection.send(Broken(reason))
-    except OSError as error:
-        logger.debug("a rank could not be told that %s: %s", reason, error)
-    return True
 
 
 def _again(error: RankError) -> RankError:

@@ -345,58 +345,47 @@ class FollowingModel:
                     f"{text.checksum:08x})"
                 )
         self._group.note(operation.name)
-        if operation.sequence is None:
-            self._run_model(operation.name, operation.arguments)
-        else:
-            self._run_sequence(operation.name, operation.sequence, operation.arguments)
+        self._repeat(operation.name, operation.sequence, operation.arguments)
         self._group.note(None)
 
-    def _run_model(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def _repeat(self, name: str, number: Any, arguments: tuple[Any, ...]) -> None:
+        model, sequences = self._model, self._sequences
+        sequence: Any = sequences.get(number)
         match name, arguments:
             case "feed_together", (fed,):
-                self._model.feed_together(
-                    [Feed(self._sequences[number], tuple(tokens), *options) for number, tokens, *options in fed]
-                )
+                model.feed_together([Feed(sequences[n], tuple(tokens), *options) for n, tokens, *options in fed])
             case "read_together", (numbers, tokens):
-                self._model.read_together([self._sequences[n] for n in numbers], [tuple(read) for read in tokens])
+                model.read_together([sequences[n] for n in numbers], [tuple(read) for read in tokens])
             case "feed_ahead", (numbers,):
                 given = mx.zeros((len(numbers),), mx.int32)
-                mx.async_eval(self._model.feed_ahead([self._sequences[n] for n in numbers], given))
+                mx.async_eval(model.feed_ahead([sequences[n] for n in numbers], given))
             case "abandon_shared" | "sharing_obstacle" | "anatomy" | "time_exchange", _:
-                getattr(self._model, name)(*arguments)
+                getattr(model, name)(*arguments)
             case "record", (state, step):
                 self._record(state, is_first=step == 0)
             case "drop_state", (state,):
                 del self._states[state]
                 self._recorders.pop(state, None)
             case "agree_on_sharing", (obstacle,):
-                if (own := self._model.sharing_obstacle()) != obstacle:
+                if (own := model.sharing_obstacle()) != obstacle:
                     raise RankError(
                         f"rank {self._group.rank} finds about texts sharing a pass: {own or 'they can'}; rank 0 finds: "
                         f"{obstacle or 'they can'}"
                     )
-            case _:
-                raise RankError(f"rank {self._group.rank} does not know the operation {name}{arguments}")
-
-    def _run_sequence(self, name: str, number: int, arguments: tuple[Any, ...]) -> None:
-        if name == "open":
-            self._sequences[number] = sequence = self._model.open_sequence(beside_another=False, number=number)
-            sequence.features.want(False)
-            return
-        sequence = self._sequences[number]
-        match name, arguments:
+            case "open", ():
+                sequences[number] = model.open_sequence(beside_another=False, number=number)
+                sequences[number].features.want(False)
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
             case "copy", (length, copy):
-                self._sequences[copy] = sequence.copy(length, copy)
-                self._sequences[copy].features.want(False)
+                sequences[copy] = sequence.copy(length, copy)
+                sequences[copy].features.want(False)
             case "share", (other, num_common):
-                sequence.share(self._sequences[other], num_common)
+                sequence.share(sequences[other], num_common)
             case "prepare" | "leave_batch" | "add_prefix_checkpoint" | "rewind" | "forget" | "reuse", _:
                 getattr(sequence, name)(*arguments)
             case "close", ():
-                sequence.close()
-                del self._sequences[number]
+                sequences.pop(number).close()
             case "take_state", (state, length):
                 # Only rank 0 knows the ids, and maybe not yet.
                 if (taken := MLXSequence.take_state(sequence, (0,) * length)) is None:

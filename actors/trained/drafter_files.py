@@ -19,6 +19,7 @@ from mlx_lm.utils import dequantize_model
 
 from actors.mlx.model import quantize_weights, weights_of
 from protocol.errors import ModelError
+from protocol.reprs import listed
 
 # How MLX quantises without biases, by bits and group size.
 _MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
@@ -103,15 +104,10 @@ class DrafterFiles:
 
 def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str:
     """How weights differ from those that a module has; empty if names and shapes are the same."""
-
-    def listed(names: set[str]) -> str:
-        some = sorted(names)[:_NUM_NAMED]
-        return ", ".join(some) + (f" and {len(names) - len(some)} more" if len(names) > len(some) else "")
-
     if missing := own.keys() - weights.keys():
-        return f"it has no {listed(missing)}"
+        return f"it has no {listed(sorted(missing), _NUM_NAMED)}"
     if superfluous := weights.keys() - own.keys():
-        return f"it has {listed(superfluous)} as well"
+        return f"it has {listed(sorted(superfluous), _NUM_NAMED)} as well"
     for name, value in own.items():
         if value.shape != weights[name].shape:
             return f"{name} is {weights[name].shape}, and should be {value.shape}"
@@ -129,8 +125,11 @@ def reading_config() -> Iterator[None]:
         raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
 
 
-def flatten_rope(layer: dict[str, Any]) -> None:
-    """Put rotary settings, which transformers 5 nests, where mlx-lm looks. Raises: ModelError: layers differ."""
+def complete(layer: dict[str, Any]) -> tuple[int, int]:
+    """Put settings of layers where mlx-lm looks: transformers 5 nests rotary ones. Returns: hidden and vocabulary size.
+
+    Raises: ModelError: some are missing, or layers differ.
+    """
     rope = layer.pop("rope_parameters", None)
     if rope:
         if any(isinstance(value, dict) for value in rope.values()):
@@ -142,6 +141,10 @@ def flatten_rope(layer: dict[str, Any]) -> None:
     layer.setdefault("rope_theta", 10_000.0)
     layer.setdefault("max_position_embeddings", 2048)
     layer.setdefault("tie_word_embeddings", False)
+    with reading_config():
+        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
+        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
+    return hidden_size, vocab_size
 
 
 def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:

@@ -59,7 +59,7 @@ class AioThread(TrioThread):
         return await asyncio.to_thread(function)
 
     def iterated(self, items: Any) -> AsyncIterator[Any]:
-        return items_of_loop(self.loop, aiter(items), contextvars.copy_context())
+        return LoopTask(self.loop, aiter(items), contextvars.copy_context()).items()
 
     def _deliver(self, future: Future[Any], value: object) -> bool:
         def set_result() -> None:
@@ -85,31 +85,37 @@ class LoopTask(Generic[T]):
 
     _running: ClassVar[set[asyncio.Task[bool]]] = set()  # a loop refers to its tasks only weakly
 
+    _trio_token: trio.lowlevel.TrioToken
     _task: asyncio.Task[bool] | None = None
     _is_waiting = False  # for a request
     _is_closed = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, items: AsyncIterator[T], context: contextvars.Context) -> None:
         self._loop, self._items, self._context = loop, items, context
-        self._trio_token = trio.lowlevel.current_trio_token()
         # Items, and then the iterator's error, or None for its end.
         self._arrive, self._arrived = trio.open_memory_channel[outcome.Outcome[T] | None](math.inf)
         self._requested = asyncio.Event()
 
     # --- in trio's thread -------------------------------------------------------------------------
 
-    async def request(self) -> outcome.Outcome[T] | None:
-        """The next item, or the iterator's error; None if there are no more. Raises: RuntimeClosedError: no loop."""
-        try:
-            self._loop.call_soon_threadsafe(self._begin_or_go_on)
-        except RuntimeError:
-            raise RuntimeClosedError("the asyncio loop of the prompts is closed") from None
-        return await self._arrived.receive()
+    async def items(self) -> AsyncGenerator[T, None]:
+        """The items. Closing this generator, or cancelling it, closes the iterator.
 
-    def close(self) -> None:
-        """End the task soon."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._close)
+        Raises: as the iterator; RuntimeClosedError: the loop is closed, or has cancelled the task.
+        """
+        self._trio_token = trio.lowlevel.current_trio_token()
+        try:
+            while True:
+                try:
+                    self._loop.call_soon_threadsafe(self._begin_or_go_on)
+                except RuntimeError:
+                    raise RuntimeClosedError("the asyncio loop of the prompts is closed") from None
+                if (arrived := await self._arrived.receive()) is None:
+                    return
+                yield arrived.unwrap()
+        finally:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._close)
 
     # --- in the loop ------------------------------------------------------------------------------
 
@@ -155,20 +161,3 @@ class LoopTask(Generic[T]):
             return
         cancelled = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
         self._send(outcome.Error(error if isinstance(error, Exception) else cancelled))
-
-
-async def items_of_loop(
-    loop: asyncio.AbstractEventLoop, items: AsyncIterator[T], context: contextvars.Context
-) -> AsyncGenerator[T, None]:
-    """The items of an async iterator of an asyncio loop, for the trio thread; see `LoopTask`.
-
-    Closing this generator, or cancelling it, closes the iterator.
-
-    Raises: as the iterator; RuntimeClosedError: the loop is closed, or has cancelled the task.
-    """
-    task = LoopTask(loop, items, context)
-    try:
-        while (arrived := await task.request()) is not None:
-            yield arrived.unwrap()
-    finally:
-        task.close()

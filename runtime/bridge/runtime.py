@@ -38,8 +38,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, Functions
-from runtime.generation.tool_calls.tools import StreamArguments, split_tools
+from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions, StreamArguments, split_tools
 from runtime.loading.model_sources import Source
 
 

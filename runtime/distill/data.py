@@ -7,7 +7,6 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,10 +79,7 @@ class _Encoded:
 
     tokens: array[int]
     category: str
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
+    digest: str
 
 
 class Windows:
@@ -96,11 +92,12 @@ class Windows:
         end = getattr(tokenizer, "eos_token_id", None)
         ends = [] if end is None else [end]
 
-        def encode(text: Text) -> array[int]:
+        def encode(text: Text) -> _Encoded:
             ids = tokenizer.encode(text.content, verbose=False, add_special_tokens=not text.is_chat)
-            return array("i", [*ids, *ends])
+            tokens = array("i", [*ids, *ends])
+            return _Encoded(tokens, text.category, hashlib.sha256(tokens.tobytes()).hexdigest())
 
-        encoded = [_Encoded(encode(text), text.category) for text in texts]
+        encoded = [encode(text) for text in texts]
         self.num_tokens = sum(len(text.tokens) for text in encoded)
         names = [str(length), *(text.digest + text.category for text in encoded)]
         self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]  # of the texts and the length

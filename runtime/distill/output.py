@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.model import weights_of
 from actors.trained.kinds.eagle3 import LoadedEagle3
+from protocol.reprs import listed
 from runtime.distill.evaluation import TEMPERATURE, Acceptance
 from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
@@ -89,8 +90,6 @@ def _intermediate_size(target: Module, hidden_size: int) -> int:
 def model_card(options: DistillOptions, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
     target_name, files = Path(options.target).name, [file.name for file in options.data]
-    num_more = len(files) - MAX_FILES_SHOWN
-    shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
     steps = range(1, NUM_STEPS + 1)
     columns = [*(f"draft {step}" for step in steps), *(f"draft {step}, {TEMPERATURE}" for step in steps)]
     cells = [[name, *(f"{rate:.3f}" for rate in (*each.greedy, *each.sampled))] for name, each in acceptance.items()]
@@ -112,7 +111,7 @@ How often each draft is accepted where those before it were the target's likelie
 {rows}
 
 It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {options.continuations:,}
-itself. Texts: {shown_files}.
+itself. Texts: {listed(files, MAX_FILES_SHOWN)}.
 """
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
+
 from protocol.trace import Event
 
 
+@attrs.define(eq=False)
 class Events:
-    """Announces every event of a runtime to its listeners, in trio's thread.
+    """Announces every event of a runtime to its listeners, in trio's thread."""
 
-    Attributes:
-        wants_instants: whether anybody listens to instants. They are not made otherwise: there are several a token.
-    """
-
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[Event], None]] = []
-        self.wants_instants = False
+    _listeners: list[Callable[[Event], None]] = attrs.field(init=False, factory=list)
+    # Whether anybody listens to instants. They are not made otherwise: there are several a token.
+    wants_instants: bool = attrs.field(init=False, default=False)
 
     def listen(self, listener: Callable[[Event], None], *, only_spans: bool = False) -> None:
         """Have a function called with each event from now on, or at least with each span."""

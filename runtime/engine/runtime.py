@@ -32,8 +32,7 @@ from runtime.generation.conversation import Conversation, Message, turn_settings
 from runtime.generation.many_prompts import Completions, OnError, Prompts, check_arguments
 from runtime.generation.text import Detokenizer, Prompt, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
-from runtime.generation.tool_calls.functions import Functions
-from runtime.generation.tool_calls.tools import StreamArguments
+from runtime.generation.tool_calls.tools import Functions, StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SessionSaver

@@ -34,8 +34,7 @@ from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.answers.reasoning_limit import ReasoningLimit
-from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
 from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
@@ -198,6 +197,13 @@ class Sessions:
             assert self._closed is not None
             raise _again(self._closed)
 
+    def _new_session(self, opened: Open, buffer: int) -> tuple[Session, trio.MemoryReceiveChannel[Commit]]:
+        self.check_open()
+        send, receive = trio.open_memory_channel[Commit](buffer)
+        session = Session(self.memory.bounded(opened), send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        return session, receive
+
     def begin(self, opened: Open, tools: Tools | None = None) -> TokenStream:
         """Begin a generation; `tools` are what the model was told that it may call.
 
@@ -206,13 +212,10 @@ class Sessions:
             PromptTooLongError: the memory limit has no room for the prompt.
             SettingsError: a grammar has no place for the end of the reasoning, which has a budget.
         """
-        self.check_open()
-        opened = self.memory.bounded(opened)
+        session, receive = self._new_session(opened, BUFFERED_ROUNDS)
+        opened = session.opened
         self.idle_reading.give_way()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
-        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
         format = None if tools is None else check_callable(tools, self._tokenizer)
         of_answer = partial(reader_of, format=format, tools=() if tools is None else tools.callable)
         new_reader = NEW_READER.get() or of_answer
@@ -270,11 +273,7 @@ class Sessions:
         """
         if not is_idle:
             self.idle_reading.give_way()
-        self.check_open()
-        opened = self.memory.bounded(opened)
-        send, receive = trio.open_memory_channel[Commit](0)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
+        session, receive = self._new_session(opened, 0)
         self.by_id[opened.session] = session
         is_read = False
         try:

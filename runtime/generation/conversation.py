@@ -16,13 +16,13 @@ from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.validation import must_be
-from runtime.generation.chat_template.switches import thinking_switch
+from runtime.generation.chat_template.known import thinking_switch
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, Functions
+from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions
 
 Message = dict[str, Any]
 

@@ -77,7 +77,6 @@ class SingleConsumer(ABC):
             self._is_waiting = False
 
 
-@attrs.define(eq=False, repr=False, slots=False)
 class TokenStream(SingleConsumer):
     """The tokens of one generation: an async iterator, and an async context manager.
 
@@ -102,29 +101,36 @@ class TokenStream(SingleConsumer):
 
     _is_unread = True
 
-    _session: Session
-    _commits: trio.MemoryReceiveChannel[Commit]
-    _text: GrowingText
-    answer: ReasoningTracker  # splits the given tokens into reasoning and answer
-    _calls: Reader | None  # tells content, reasoning and calls apart; None for a generation without tools
-    # End the session, or its reasoning, soon; may be called in any thread, and more than once.
-    _end_soon: Callable[[], None]
-    _end_thinking_soon: Callable[[], None]
-    _clock: Callable[[], float]
-    _estimates: Callable[[], Estimates]
-    parts: Answer | None = attrs.field(init=False)
-    finish_reason: FinishReason | None = attrs.field(init=False, default=None)
-    stop_reason: str | int | None = attrs.field(init=False, default=None)
-    _arrived: deque[Commit] = attrs.field(init=False, factory=deque)
-    _num_taken: int = attrs.field(init=False, default=0)  # of the tokens of the first arrived commit
-    _num_in_first_round: int = attrs.field(init=False, default=0)  # tokens of the first round that were given
-    _first_at: float | None = attrs.field(init=False, default=None)
-    _last_at: float | None = attrs.field(init=False, default=None)
-
-    def __attrs_post_init__(self) -> None:
-        self.parts = None if self._calls is None else Answer()
-        self._opened = self._session.opened
-        self._began = self._clock()
+    def __init__(
+        self,
+        session: Session,
+        commits: trio.MemoryReceiveChannel[Commit],
+        text: GrowingText,
+        answer: ReasoningTracker,
+        calls: Reader | None,
+        *,
+        end_soon: Callable[[], None],
+        end_thinking_soon: Callable[[], None],
+        clock: Callable[[], float],
+        estimates: Callable[[], Estimates],
+    ) -> None:
+        """Made by `Sessions.begin`. `calls` tells content, reasoning and calls apart; None for a generation without
+        tools. `end_soon` and `end_thinking_soon` may be called in any thread, and more than once.
+        """
+        self.answer = answer
+        self.parts = None if calls is None else Answer()
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._session, self._opened, self._commits = session, session.opened, commits
+        self._text, self._calls = text, calls
+        self._end_soon, self._end_thinking_soon = end_soon, end_thinking_soon
+        self._clock, self._estimates = clock, estimates
+        self._began = clock()
+        self._arrived: deque[Commit] = deque()
+        self._num_taken = 0  # of the tokens of the first arrived commit
+        self._num_in_first_round = 0  # tokens of the first round that were given
+        self._first_at: float | None = None
+        self._last_at: float | None = None
 
     def __repr__(self) -> str:
         return f"<outrider TokenStream, {self.state}>"

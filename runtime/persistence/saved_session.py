@@ -9,7 +9,7 @@ import os
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -74,7 +74,9 @@ async def read(path: SessionFile) -> SavedSession:
     try:
         return _session(contents)
     except _Unexpected as error:
-        raise SessionFileError(f"{named(path)} is damaged: {error}; use another copy of it, or save again") from None
+        raise SessionFileError(
+            f"{named(path)} is damaged: {error} is not as it should be; use another copy of it, or save again"
+        ) from None
 
 
 def check_path(path: Any) -> None:
@@ -180,7 +182,7 @@ def _contents(session: SavedSession) -> Contents:
 
 
 class _Unexpected(Exception):
-    """A file's checksum matches, but its content is not that of a saved session."""
+    """A part of a file's content, which is named, is not that of a saved session, although the checksum matches."""
 
 
 def _session(contents: Contents) -> SavedSession:
@@ -197,7 +199,7 @@ def _session(contents: Contents) -> SavedSession:
         } if num_processors >= 0:
             tokens = contents.tensors.get("tokens")
             if tokens is None or tokens.dtype != "U32" or len(tokens.shape) != 1:
-                _unexpected("its tokens")
+                raise _Unexpected("its tokens")
             names = ("thinking", "settings", "num_processors", "cache_options", "vocabulary")
             return SavedSession(
                 messages=tuple(_message(message) for message in messages),
@@ -206,7 +208,7 @@ def _session(contents: Contents) -> SavedSession:
                 draft=None if draft is None else _model(draft, contents),
                 **{name: contents.content[name] for name in names},
             )
-    _unexpected("what it says of itself")
+    raise _Unexpected("what it says of itself")
 
 
 def _message(described: Any) -> dict[str, Any]:
@@ -222,7 +224,7 @@ def _message(described: Any) -> dict[str, Any]:
             has_texts = all(isinstance(value, str) for name, value in described.items() if name != "tool_calls")
             if has_texts and isinstance(calls, list) and all(map(is_call, calls)):
                 return dict(described)
-    _unexpected("what it says of a message")
+    raise _Unexpected("what it says of a message")
 
 
 def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
@@ -233,11 +235,7 @@ def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
             if all(type(values[name]) is kind for name, kind in names.items()) and type(num_ranks) is int:
                 record = None if sequence is None else SequenceRecord(sequence, contents.tensors)
                 return SavedModelState(Fingerprint(**values), record, num_ranks)
-    _unexpected("what it says of a model")
-
-
-def _unexpected(what: str) -> NoReturn:
-    raise _Unexpected(f"{what} is not as it should be")
+    raise _Unexpected("what it says of a model")
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import trio
@@ -41,34 +41,25 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
     if group.rank != 0:
         raise SettingsError(f"this is rank {group.rank}, and rank 0 opens the runtime; call runtime.follow() here")
     _check_free(group)
-    remote = check_draft_rank(group, draft_rank, has_model=draft is not None and draft != AUTO_DRAFT)
+    if draft_rank is not None:
+        check_integer("draft_rank", draft_rank, 0, group.size - 1)
+    remote = draft_rank or None  # rank 0 drafts beside its part of the target
+    if remote is not None and (draft is None or draft == AUTO_DRAFT):
+        raise SettingsError(
+            f"draft_rank={remote} is where a draft model is loaded, and none is named; give one as draft, or leave "
+            "draft_rank out"
+        )
     if is_sharded(group, remote):
+        if remote is not None and not is_ring():
+            raise SettingsError(
+                f"draft_rank={remote} leaves several ranks to the target, and only MLX's ring can connect them "
+                'without that one; use the backend "ring", or two ranks'
+            )
+        group.check_mlx(remote)
         check_sharded(target)
     if remote is None:
         check_drafter(draft, target)
     group.check()
-
-
-def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> int | None:
-    """The rank that is to draft; None for rank 0. Raises: SettingsError: it cannot, or has nothing to load."""
-    if draft_rank is not None:
-        check_integer("draft_rank", draft_rank, 0, group.size - 1)
-    if not draft_rank:
-        group.check_mlx(None)
-        return None
-    if not has_model:
-        raise SettingsError(
-            f"draft_rank={draft_rank} is where a draft model is loaded, and none is named; give one as draft, or leave "
-            "draft_rank out"
-        )
-    if len(group.target_ranks(draft_rank)) > 1:
-        if not is_ring():
-            raise SettingsError(
-                f"draft_rank={draft_rank} leaves several ranks to the target, and only MLX's ring can connect them "
-                'without that one; use the backend "ring", or two ranks'
-            )
-        group.check_mlx(draft_rank)
-    return int(draft_rank)
 
 
 def is_sharded(group: RankGroup, draft_rank: int | None) -> bool:
@@ -96,20 +87,16 @@ def leading(group: RankGroup, worker: ThreadWorker, draft_rank: int | None = Non
     Raises: SettingsError: another runtime leads the group.
     """
     _check_free(group)
-    group.is_led = True
+    group.is_led, group.is_hanging = True, lambda: worker.is_hanging
     try:
-        with (
-            group.drafted_by(draft_rank or None),
-            ending_all(group, worker.give_up),
-            group.watching(lambda: worker.is_hanging),
-        ):
+        with group.drafted_by(draft_rank or None), ending_all(group, worker.give_up):
             try:
                 yield
             finally:
                 if group.error is None:
                     group.send(CloseTarget())
     finally:
-        group.is_led = False
+        group.is_led, group.is_hanging = False, None
 
 
 @contextmanager
@@ -118,10 +105,8 @@ def ending_all(group: RankGroup, end: Callable[[OutriderError], None]) -> Iterat
     token = trio.lowlevel.current_trio_token()
 
     def end_soon(error: RankError) -> None:
-        try:
+        with suppress(trio.RunFinishedError):  # nothing is left to end
             token.run_sync_soon(end, error)
-        except trio.RunFinishedError:
-            return  # nothing is left to end
 
     with group.on_error(end_soon):
         yield

@@ -126,30 +126,22 @@ class RequestAdmission:
 
 @attrs.frozen(eq=False)
 class ServerContext:
-    """State that all requests of a server share.
-
-    Attributes:
-        background: runs a function in a thread, as `trio.to_thread.run_sync`.
-        is_strict: whether unknown fields, a `max_tokens` beyond the limit and, where only one model is served, the name
-            of another one are refused instead of ignored.
-        body_memory: bounds the memory of bodies that are being read.
-        started_at: when the server began, in seconds of Unix time.
-        running: the answers that are being generated, by the ids of their responses.
-        kept: what APIs keep between requests, by its type.
-    """
+    """State that all requests of a server share."""
 
     models: ModelPool
     limits: Limits
     admission: RequestAdmission
-    background: Callable[..., Awaitable[Any]]
+    background: Callable[..., Awaitable[Any]]  # runs a function in a thread, as `trio.to_thread.run_sync`
+    # Whether unknown fields, a `max_tokens` beyond the limit and, where only one model is served, the name of another
+    # one are refused instead of ignored.
     is_strict: bool
     metrics: Metrics = attrs.Factory(
         lambda self: Metrics(self.models, is_draining=lambda: self.admission.is_draining), takes_self=True
     )
     body_memory: BodyMemory = attrs.Factory(lambda self: BodyMemory(self.limits.max_bodies_bytes), takes_self=True)
-    started_at: int = attrs.Factory(lambda: int(time.time()))
-    running: dict[str, Choices] = attrs.field(init=False, factory=dict)
-    kept: dict[type, Any] = attrs.field(init=False, factory=dict)
+    started_at: int = attrs.Factory(lambda: int(time.time()))  # in seconds of Unix time
+    running: dict[str, Choices] = attrs.field(init=False, factory=dict)  # unfinished answers, by ids of responses
+    kept: dict[type, Any] = attrs.field(init=False, factory=dict)  # what APIs keep between requests, by its type
     _short_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
     _long_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
 

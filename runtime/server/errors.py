@@ -177,8 +177,7 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
     location = max((_location(problem["loc"]) for problem in problems), key=len)
     problems = [problem for problem in problems if _location(problem["loc"]) == location]
     param = ".".join(map(str, location)) or None
-    names = [part for part in location if isinstance(part, str)]
-    first = problems[0]
+    first, names = problems[0], [part for part in location if isinstance(part, str)]
     match first["type"]:
         case "json_invalid":
             reason = first["msg"].removeprefix("Invalid JSON: ")
@@ -195,8 +194,7 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
         case _:
             message = f"{param or 'the body'} must be {_expected(problems)}, got {short_json(first['input'])}"
             # The remedy for n does not help with n = 0.
-            is_too_small = first["type"] == "greater_than_equal"
-            if names and names[-1] in _REMEDIES and not is_too_small:
+            if names and names[-1] in _REMEDIES and first["type"] != "greater_than_equal":
                 message += f"; {_REMEDIES[names[-1]]}"
     return ErrorResponse(400, message, param=None if param is None else param[:100])
 

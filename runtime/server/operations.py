@@ -93,21 +93,14 @@ class Operation:
             return described
         answer: dict[str, Any] = {"description": self.summary, "content": content}
         if self.request is not None:
-            answer["headers"] = _HEADERS
+            text = "Names of the request's fields that are ignored; absent if there are none"
+            answer["headers"] = {IGNORED_HEADER: {"description": text, "schema": {"type": "string"}}}
         error = {"application/json": {"schema": _ref(self.errors.type)}}
         described["responses"] = {
             "200": answer,
             **{status: {"description": _MEANINGS[status], "content": error} for status in statuses},
         }
         return described
-
-
-_HEADERS = {
-    IGNORED_HEADER: {
-        "description": "Names of the request's fields that are ignored; absent if there are none",
-        "schema": {"type": "string"},
-    }
-}
 
 
 def description(

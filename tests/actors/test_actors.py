@@ -16,7 +16,6 @@ from scripted import (
     next_token,
     priced,
     prompt_with_distinct_continuation,
-    right_where,
     simulated,
     spike,
     text_of,
@@ -32,15 +31,6 @@ NUM_TOKENS = 24
 
 
 # --- the greedy text ------------------------------------------------------------------------------
-
-
-async def test_without_a_drafter_the_text_is_the_targets(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        assert await text_of(simulation, PROMPT, max_tokens=50) == continuation(PROMPT, 50)
-        assert simulation.spans("target", "verify") == []
-        # The pass that reads the prompt gives the first token.
-        assert [span.num_tokens for span in simulation.spans("target", "prefill")] == [len(PROMPT)]
-        assert len(simulation.spans("target", "decode")) == 49
 
 
 @sweep("lookahead", LOOKAHEADS)
@@ -321,18 +311,6 @@ async def test_the_text_is_the_targets_and_counts_add_up(lookahead: Any, agreeme
         assert statistics.accepted == statistics.bonus == 0
 
 
-async def test_a_drafter_that_is_right_in_a_known_pattern_is_counted_to_the_token(autojump_clock: Any) -> None:
-    # With the prompt's three tokens, the drafter is wrong at generated tokens 2, 6, 10, …
-    draft = ScriptedModel(right_where([True, False, True, True]))
-    async with simulated(ScriptedModel(truthful), draft) as simulation:
-        completion = await simulation.runtime.generate(PROMPT, max_tokens=12, lookahead=3)
-    # Rounds: two accepted tokens and a recovered one; then three accepted and a recovered one each.
-    flags = [True, True, False] + [True, True, True, False] * 2 + [False]
-    assert [token.from_draft for token in completion.tokens] == flags
-    statistics = completion.statistics
-    assert (statistics.rounds, statistics.accepted, statistics.rejected, statistics.bonus) == (4, 8, 1, 2)
-
-
 async def test_tokens_proposed_beyond_the_end_of_the_text_are_not_counted(autojump_clock: Any) -> None:
     prompt = prompt_with_distinct_continuation(12)
     stop = continuation(prompt, 2)[-1:]
@@ -340,11 +318,3 @@ async def test_tokens_proposed_beyond_the_end_of_the_text_are_not_counted(autoju
         statistics = (await simulation.runtime.generate(prompt, stop_tokens=stop, lookahead=8)).statistics
     assert (statistics.accepted, statistics.rejected, statistics.bonus, statistics.rounds) == (2, 0, 0, 1)
     assert statistics.acceptance_rate == 1
-
-
-async def test_a_runtimes_statistics_are_the_sum_of_its_streams(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as simulation:
-        each = [(await simulation.runtime.generate([n], max_tokens=10 + n, lookahead=2)).statistics for n in range(4)]
-        total = simulation.runtime.statistics()
-    for name in ("prompt_tokens", "generated_tokens", "proposed", "accepted", "bonus", "rounds", "lookahead_hits"):
-        assert getattr(total, name) == sum(getattr(statistics, name) for statistics in each)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 from architectures import build
 from every_drafter import MTP_VOCAB_SIZE, at_work
 from hypothesis import given, settings
@@ -91,20 +90,17 @@ async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(
 ) -> None:
     make, options = MODELS[kind]
     draft = "ngram" if drafts else None
-    lengths = (3, 40, 400, 290, 41)
+    settings = {"lookahead": 4 if drafts else 0, "reuse_prefix": reuse_prefix}
+    requests = [
+        (prompt_of(length, seed=n, vocab_size=60), {"max_tokens": 15 + 5 * n})
+        for n, length in enumerate((3, 40, 400, 41))
+    ]
     async with runtime.open((make(), None), draft, prefix_cache_bytes=0, **options) as rt:
         watch.sequences.clear()
         watch.budget = rt._sessions.memory
-
-        async def one(n: int, length: int) -> None:
-            settings = {"max_tokens": 15 + 5 * n, "lookahead": 4 if drafts else 0, "reuse_prefix": reuse_prefix}
-            completion = await rt.generate(prompt_of(length, seed=n, vocab_size=60), **settings)
-            assert len(completion.tokens) == 15 + 5 * n
-
-        async with trio.open_nursery() as nursery:
-            for n, length in enumerate(lengths):
-                nursery.start_soon(one, n, length)
+        completions = await rt.generate_many(requests, max_concurrent=4, **settings)
         watch.budget = None
+    assert [len(each.tokens) for each in completions] == [15, 20, 25, 30]
     assert 0.02 < watch.largest <= 1
 
 
@@ -143,7 +139,6 @@ def test_prefix_checkpoints_take_no_more_than_is_reserved_for_them(kind: str) ->
             sequence.add_prefix_checkpoint()
         assert sequence.num_bytes <= model.cache_size.of([TextSize(length, 15, keeps_prefixes=True)])
     state = sequence.take_state((0,) * sequence.length)
-    assert state is not None
     assert len(state.prefix_checkpoints) > 10 or not sequence.needs_prefix_checkpoints
 
 
@@ -152,9 +147,7 @@ async def test_a_draft_models_caches_are_reserved_too(watch: Watch) -> None:
     async with runtime.open((target, None), (near(target, noise=0.05), None), prefix_cache_bytes=0) as rt:
         watch.sequences.clear()
         watch.budget = rt._sessions.memory
-        async with trio.open_nursery() as nursery:
-            for n in range(4):
-                nursery.start_soon(lambda n=n: rt.generate(prompt_of(30 + n, seed=n, vocab_size=60), max_tokens=20))
+        await rt.generate_many([prompt_of(30 + n, seed=n, vocab_size=60) for n in range(4)], max_tokens=20)
         watch.budget = None
     assert watch.largest > 0.05
 
@@ -168,7 +161,7 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
     def feed(self: TrainedSequence, *args: Any) -> Any:
         nonlocal largest
         result = original(self, *args)
-        largest = max(largest, self.num_bytes)  # type: ignore[attr-defined]
+        largest = max(largest, self.num_bytes)
         return result
 
     async with at_work(kind, tmp_path) as (rt, _):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -222,18 +221,14 @@ async def test_steps_are_expected_to_end_when_they_do_however_many_share_them(au
             parts = [session.part for session in simulation.runtime._draft._sessions.values()]
             errors.extend(part.expected_end_s - event.ended for part in parts if part is not None)
 
-    async with (
-        simulated(
-            ScriptedModel(truthful),
-            ScriptedModel(truthful),
-            price=lambda job: 1.0 + job.num_tokens,
-            make_policy=lambda *_: ChainPolicy(2, overlaps=False),
-            listener=listen,
-        ) as simulation,
-        trio.open_nursery() as nursery,
-    ):
-        for prompt in ([1, 2, 3], [2, 3, 4]):
-            nursery.start_soon(functools.partial(simulation.runtime.generate, prompt, max_tokens=80))
+    async with simulated(
+        ScriptedModel(truthful),
+        ScriptedModel(truthful),
+        price=lambda job: 1.0 + job.num_tokens,
+        make_policy=lambda *_: ChainPolicy(2, overlaps=False),
+        listener=listen,
+    ) as simulation:
+        await simulation.runtime.generate_many([[1, 2, 3], [2, 3, 4]], max_tokens=80)
     assert len(errors) > 30
     assert max(map(abs, errors)) < 0.5  # a step takes 3 s or more
 
@@ -319,31 +314,6 @@ LOST = SimpleNamespace(
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(scenario: Any) -> None:
     run(play, scenario)
-
-
-@pytest.mark.slow
-# The durations of a verify let verdicts arrive within each step and between any two.
-@sweep(
-    "caches, verify, report_delay, chains",
-    zip(
-        itertools.cycle(CACHES.values()),
-        [0.5 + 0.3 * n for n in range(30)],
-        itertools.cycle([None, 0.25, 1.5]),
-        itertools.cycle([False, True]),
-    ),
-)
-async def test_a_verdict_at_any_time_finds_the_session_state_right(
-    caches: dict[str, Any], verify: float, report_delay: float | None, chains: bool, autojump_clock: Any
-) -> None:
-    async with simulated(
-        ScriptedModel(truthful),
-        ScriptedModel(agreeing(0.75), **caches),
-        price=priced(draft=1.0, verify=verify),
-        chains=chains,
-        report_delay=None if report_delay is None else lambda: report_delay,
-    ) as simulation:
-        assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
-        assert simulation.draft_worker.num_comparisons > 10
 
 
 SEEDED = {"temperature": 0.8, "acceptance": "match", "seed": 4}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 from drafted_runtime import NUM_TOKENS, PROMPTS, check_greedy, check_reuse, check_seeded
 from every_drafter import KINDS, OFTEN, at_work
 from models import greedy, prompt_of
@@ -65,17 +64,10 @@ async def test_streams_at_once_have_the_texts_of_one_at_a_time(
     async with at_work(kind, tmp_path, family=family, max_batch=8) as (rt, target):
         await check_seeded(rt, lookahead=2)
         # Some that are not drafted share the passes.
-        async with trio.open_nursery() as nursery:
-            found: dict[int, list[int]] = {}
-
-            async def generate(index: int, lookahead: int) -> None:
-                asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": lookahead, "ignore_eos": True}
-                found[index] = ids((await rt.generate(PROMPTS[index % 3], **asked)).tokens)
-
-            for index in range(4):
-                nursery.start_soon(generate, index, 2 * (index % 2))
-        for index, text in found.items():
-            assert text == greedy(target, PROMPTS[index % 3], NUM_TOKENS)
+        requests = [(PROMPTS[index % 3], {"lookahead": 2 * (index % 2)}) for index in range(4)]
+        found = await rt.generate_many(requests, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for (prompt, _), completion in zip(requests, found, strict=True):
+            assert ids(completion.tokens) == greedy(target, prompt, NUM_TOKENS)
         assert (rt.statistics().rows_per_pass or 0) > 1
 
 

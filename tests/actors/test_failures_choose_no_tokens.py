@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -190,7 +190,13 @@ async def sampled(
     """
     failing, phases = Failing(how, moment.coins), Counter[SessionPhase]()
     texts: Counter[tuple[int, ...]] = Counter()
-    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": moment.compared.stop + 2, "prediction": prediction}
+    settings: dict[str, Any] = {
+        "temperature": 1.0,
+        "max_tokens": moment.compared.stop + 2,
+        "prediction": prediction,
+        "lookahead": moment.lookahead,
+        "acceptance": "rejection",
+    }
     if "processor" in how:
         settings["logits_processors"] = [stateless(failing.process)]
     fail = DraftActor._fail
@@ -219,17 +225,9 @@ async def sampled(
                 ) as at_draft,
                 running((target, workers[0]), at_draft, make_policy=moment.make_policy) as rt,
             ):
-                waiting = iter(seeds)
-
-                async def work(waiting: Iterator[int] = waiting, rt: Any = rt) -> None:
-                    for seed in waiting:
-                        asked = {**settings, "lookahead": moment.lookahead, "acceptance": "rejection"}
-                        found = await rt.generate(PROMPT, seed=seed, **asked)
-                        texts[tuple(min(token, 3) for token in ids(found.tokens)[moment.compared])] += 1
-
-                async with trio.open_nursery() as nursery:
-                    for _ in range(num_together):
-                        nursery.start_soon(work)
+                requests = [(PROMPT, {"seed": seed}) for seed in seeds]
+                found = await rt.generate_many(requests, max_concurrent=num_together, **settings)
+                texts.update(tuple(min(token.id, 3) for token in each.tokens[moment.compared]) for each in found)
     return p_value(texts, moment.expected), phases
 
 

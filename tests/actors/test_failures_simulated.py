@@ -100,7 +100,7 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
     # The last drafts may still run when the text is over; then nobody sees their failure. "auto" feeds the drafter
     # about a hundred times: test each of the first calls, during which it measures the models, and some of the others.
     failing = range(1, total - 3)
-    for n in failing if lookahead != "auto" else [*failing[:12], *failing[12::16]]:
+    for n in failing if lookahead != "auto" else [*failing[:8], *failing[12::20]]:
         run(fail_at, n)
 
 
@@ -167,15 +167,14 @@ def test_a_failing_target_ends_every_stream_after_what_was_committed(
                     await attempt()
                 assert isinstance(again.value.__cause__, ScriptedFailure)
 
-        with trio.fail_after(10_000):
-            models = target, drafter() if with_drafter else None
-            async with (
-                simulated(*models, price=PRICES[price], schedule=n) as simulation,
-                trio.open_nursery() as nursery,
-            ):
-                for session in range(num_streams):
-                    nursery.start_soon(one, simulation, session)
-                    await trio.testing.wait_all_tasks_blocked()
+        models = target, drafter() if with_drafter else None
+        async with (
+            simulated(*models, price=PRICES[price], schedule=n) as simulation,
+            trio.open_nursery() as nursery,
+        ):
+            for session in range(num_streams):
+                nursery.start_soon(one, simulation, session)
+                await trio.testing.wait_all_tasks_blocked()
 
     num_calls = run(num_feeds, "target", PRICES[price], lookahead)
     for n in range(1, num_calls + 1, 2) if num_streams == 1 else range(1, 30, 4):
@@ -216,11 +215,10 @@ def test_a_failing_feed_ends_at_most_its_own_stream(lookahead: Any) -> None:
                     lengths.append(len(got))
                 assert got == continuation(prompt, len(got))
 
-            with trio.fail_after(10_000):
-                async with trio.open_nursery() as nursery:
-                    for i in range(3):
-                        nursery.start_soon(one, [i, i, i])
-                        await trio.sleep(10.0)  # in which the first text decodes alone
+            async with trio.open_nursery() as nursery:
+                for i in range(3):
+                    nursery.start_soon(one, [i, i, i])
+                    await trio.sleep(10.0)  # in which the first text decodes alone
             # A pass that several share is repeated for each of them alone, and succeeds then.
             assert len(failures) <= 1
             assert lengths == [30] * (3 - len(failures))
@@ -241,16 +239,15 @@ def test_a_failing_feed_ends_at_most_its_own_stream(lookahead: Any) -> None:
 
 @pytest.mark.parametrize("call", ["open", "close"])
 async def test_anything_else_that_fails_once_ends_its_stream_and_no_other(call: str, autojump_clock: Any) -> None:
-    with trio.fail_after(10_000):
-        async with simulated(ScriptedModel(truthful, fails={call: {1}}), drafter()) as simulation:
-            first = simulation.runtime.stream(PROMPT, **SETTINGS)
-            other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
-            if call == "open":
-                with pytest.raises(StreamFailedError, match="open 1 failed"):
-                    await collect(first)
-            else:  # by then the text is complete
-                assert await collect(first) == TEXT
-            assert await collect(other) == continuation([1, 2, 3], 100)
+    async with simulated(ScriptedModel(truthful, fails={call: {1}}), drafter()) as simulation:
+        first = simulation.runtime.stream(PROMPT, **SETTINGS)
+        other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
+        if call == "open":
+            with pytest.raises(StreamFailedError, match="open 1 failed"):
+                await collect(first)
+        else:  # by then the text is complete
+            assert await collect(first) == TEXT
+        assert await collect(other) == continuation([1, 2, 3], 100)
 
 
 class Unforeseen(Exception):
@@ -265,24 +262,23 @@ def fail(*_: Any) -> None:
 async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_other(
     what: str, autojump_clock: Any
 ) -> None:
-    with trio.fail_after(10_000):
-        async with simulated(ScriptedModel(truthful), drafter()) as simulation:
-            stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
-            other = simulation.runtime.stream([1, 2, 3], max_tokens=30, lookahead=2)
-            if what == "find_stop":
-                simulation.runtime._sessions.by_id[0].find_stop = fail
-            else:
-                simulation.target_worker.sessions[0].state.propose = fail  # type: ignore[method-assign]
-            with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
-                await collect(stream)
-            assert await collect(other) == continuation([1, 2, 3], 30)
+    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
+        other = simulation.runtime.stream([1, 2, 3], max_tokens=30, lookahead=2)
+        if what == "find_stop":
+            simulation.runtime._sessions.by_id[0].find_stop = fail
+        else:
+            simulation.target_worker.sessions[0].state.propose = fail
+        with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
+            await collect(stream)
+        assert await collect(other) == continuation([1, 2, 3], 30)
 
 
 async def test_a_session_that_failed_is_not_drafted_for_before_anybody_reads_that(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         unread = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
         assert 0 in simulation.runtime._draft._sessions
-        simulation.target_worker.sessions[0].state.propose = fail  # type: ignore[method-assign]
+        simulation.target_worker.sessions[0].state.propose = fail
         await trio.sleep(1000.0)  # simulated
         assert 0 not in simulation.runtime._draft._sessions
         with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
@@ -321,9 +317,8 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
             return getattr(self._chain, name)
 
     prompts = [[i, i, i] for i in range(2)]
-    with trio.fail_after(10_000):
-        async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
-            got = await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2, **settings)
+    async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
+        got = await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2, **settings)
     assert [ids(each.tokens) for each in got] == [continuation(prompt, 30) for prompt in prompts]
     assert [each.statistics.draft_failures for each in got] == [1, 0]
     assert got[1].statistics.accepted > 0
@@ -332,15 +327,14 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
 
 @pytest.mark.parametrize("call", ["open", "close"])
 async def test_a_target_that_fails_in_anything_else_for_good_breaks_the_runtime(call: str, autojump_clock: Any) -> None:
-    with trio.fail_after(10_000):
-        async with simulated(ScriptedModel(truthful, fails={call: from_now_on(1)}), drafter()) as simulation:
-            other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
-            first = simulation.runtime.stream(PROMPT, **SETTINGS)
-            await trio.sleep(20)
-            await first.aclose()
-            with pytest.raises(RuntimeBrokenError) as broken:
-                await collect(other)
-            assert isinstance(broken.value.__cause__, ScriptedFailure)
+    async with simulated(ScriptedModel(truthful, fails={call: from_now_on(1)}), drafter()) as simulation:
+        other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
+        first = simulation.runtime.stream(PROMPT, **SETTINGS)
+        await trio.sleep(20)
+        await first.aclose()
+        with pytest.raises(RuntimeBrokenError) as broken:
+            await collect(other)
+        assert isinstance(broken.value.__cause__, ScriptedFailure)
 
 
 async def test_a_target_whose_cache_lost_count_ends_that_session_and_no_other(autojump_clock: Any) -> None:
@@ -425,26 +419,25 @@ FORGED: Sequence[Message] = [
     [*(("draft", each) for each in FORGED[:3]), *(("target", each) for each in FORGED[1:])],
 )
 async def test_a_misplaced_message_ends_at_most_its_own_session(to: str, forged: Message, autojump_clock: Any) -> None:
-    with trio.fail_after(10_000):
-        async with simulated(ScriptedModel(truthful), drafter()) as simulation:
-            target, draft = simulation.runtime._target, simulation.runtime._draft
-            if to == "target":
-                draft._target = Forging(target.mailbox, 1, forged)
-            else:
-                target.drafter.mailbox = Forging(draft.mailbox, 1, forged)
-            stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=2)
-            other = simulation.runtime.stream([1, 2], max_tokens=30, lookahead=2)
-            got: list[int] = []
-            if to == "target":
-                with pytest.raises(ProtocolError):
-                    await read_into(got, stream)
-            else:  # a drafter in a wrong state is dropped
+    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+        target, draft = simulation.runtime._target, simulation.runtime._draft
+        if to == "target":
+            draft._target = Forging(target.mailbox, 1, forged)
+        else:
+            target.drafter.mailbox = Forging(draft.mailbox, 1, forged)
+        stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=2)
+        other = simulation.runtime.stream([1, 2], max_tokens=30, lookahead=2)
+        got: list[int] = []
+        if to == "target":
+            with pytest.raises(ProtocolError):
                 await read_into(got, stream)
-                assert len(got) == 60
-                assert stream.statistics().draft_failures == 1
-            assert got == continuation(PROMPT, len(got))
-            assert await collect(other) == continuation([1, 2], 30)
-            assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+        else:  # a drafter in a wrong state is dropped
+            await read_into(got, stream)
+            assert len(got) == 60
+            assert stream.statistics().draft_failures == 1
+        assert got == continuation(PROMPT, len(got))
+        assert await collect(other) == continuation([1, 2], 30)
+        assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
 
 
 # --- consumers ------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ async def read_all(*streams: Any) -> None:
 async def kill(worker: Any) -> None:
     """End a worker's thread with an error that no job raises."""
     with pytest.raises(JobError):
-        await worker.run_steps(Steps("draft", lambda: "no step", lambda *_: None))  # type: ignore[arg-type,return-value]
+        await worker.run_steps(Steps("draft", lambda: "no step", lambda *_: None))
 
 
 @attrs.define

@@ -84,22 +84,13 @@ def outcomes(script: Script, seed: int) -> dict[tuple[int, ...], float]:
 async def sample(
     num_sessions: int, draft: Any, seed: int, *, target: int = 1, draft_part: float = 0.1, **settings: Any
 ) -> list[Any]:
-    """Completions under one grammar, with the seeds 0, 1, …; three at a time."""
-    completions: dict[int, Any] = {}
-    seeds, constraint = iter(range(num_sessions)), grammar(seed)
+    """Completions under one grammar, with the seeds 0, 1, …; eight at a time."""
+    asked = {"temperature": 1.0, "stop_tokens": (END,), "logits_processors": [grammar(seed)], **settings}
     model = ScriptedModel(scripted(draft), vocab_size=VOCAB_SIZE) if isinstance(draft, int) else draft
     prices = {"price": random_price(seed), "draft_price": random_price(seed + 1, draft_part)}
     async with simulated(ScriptedModel(scripted(target), vocab_size=VOCAB_SIZE), model, **prices) as simulation:
-
-        async def work() -> None:
-            for each in seeds:
-                asked = {"temperature": 1.0, "stop_tokens": (END,), "logits_processors": [constraint], **settings}
-                completions[each] = await simulation.runtime.generate(PROMPT, seed=each, **asked)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(work)
-    return [completions[each] for each in range(num_sessions)]
+        requests = [(PROMPT, {"seed": each}) for each in range(num_sessions)]
+        return await simulation.runtime.generate_many(requests, max_concurrent=8, **asked)
 
 
 @pytest.mark.slow
@@ -107,11 +98,10 @@ async def sample(
 def test_under_rejection_texts_have_the_targets_distribution_whatever_is_forced(draft: Any, lookahead: Any) -> None:
     by_whom = Counter[str | None]()
     by_length: dict[int, list[tuple[Counter[Any], Counter[Any]]]] = {1: [], 2: [], 4: [], 12: []}
-    for seed in range(4):
-        settings = {"acceptance": "rejection", "lookahead": lookahead, "max_tokens": 12}
-        completions = run(
-            lambda seed=seed, settings=settings: sample(300 if lookahead == 1 else 150, draft, seed, **settings)
-        )
+    settings = {"acceptance": "rejection", "lookahead": lookahead, "max_tokens": 12}
+    num_sessions = 240 if lookahead == 1 else 150
+    for seed in range(3):
+        completions = run(lambda seed=seed: sample(num_sessions, draft, seed, **settings))
         by_whom.update(token.drafted_by for completion in completions for token in completion.tokens)
         expected = outcomes(scripted(1), seed)
         for length, samples in by_length.items():

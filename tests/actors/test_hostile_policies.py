@@ -74,7 +74,6 @@ class Hostile(Policy):
         chain = view.tree.chain()[: view.max_proposal]
         nodes = []
         for node in chain:
-            assert node.parent is not None
             if not (self._allowed[node.parent.trail] and self.admits(node)):
                 self.num_held_back += 1
                 break
@@ -147,7 +146,6 @@ def sampled(
             text = await text_of(
                 simulation, PROMPT, max_tokens=num_tokens, temperature=1.0, acceptance="rejection", seed=seed
             )
-            assert simulation.draft_worker is not None
             policy.longest_run = max(len(done) for done in simulation.draft_worker.runs)
             return text
 
@@ -209,7 +207,6 @@ class Straying(Hostile):
     def proposal(self, view: PolicyView) -> list[Node] | None:
         # Where it continued by itself, it allows what comes.
         for node in view.tree.chain():
-            assert node.parent is not None
             self._allowed.setdefault(node.parent.trail, True)
         return super().proposal(view)
 

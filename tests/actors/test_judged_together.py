@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from scripted import ScriptedModel, agreeing, run, simulated, truthful
+from scripted import ScriptedModel, agreeing, run, simulated, texts_of, truthful
 from sweeps import sweep
 
 from actors.sampling.logits_pipeline import LogitsPipeline
@@ -97,11 +97,8 @@ def test_texts_are_what_they_are_alone(
 
     async def texts(num_at_once: int) -> list[list[int]]:
         async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
-            many = simulation.runtime.generate_many(
-                prompts, max_concurrent=num_at_once, max_tokens=16, seed=7, lookahead=lookahead, **settings
-            )
-            found = {index: [token.id for token in completion.tokens] async for index, completion in many}
-            return [found[index] for index in range(len(prompts))]
+            asked = {"max_concurrent": num_at_once, "max_tokens": 16, "seed": 7, "lookahead": lookahead}
+            return await texts_of(simulation, prompts, **asked, **settings)
 
     alone = run(texts, 1)
     assert set(sizes) <= {1}

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
 from cache_subjects import ATOL
+from completions import open_and_close
 from models import greedy, llama, prompt_of
 from sweeps import sweep
 
@@ -128,7 +129,6 @@ def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes
             if number == 15:
                 another.close()
             on_layer = layer_evaluation._on_layer.get()
-            assert on_layer is not None
             on_layer([number])
             num_active.append(scheduler.num_active)
     ahead = MAX_LAYERS_IN_FLIGHT - 1
@@ -150,8 +150,7 @@ async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_load
 ) -> None:
     monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, "sliced")
     with pytest.raises(runtime.SettingsError, match="OUTRIDER_LAYER_EVALUATION must be one of whole, waiting"):
-        async with runtime.open(runtime.DEMO_TARGET):
-            pass
+        await open_and_close(runtime.DEMO_TARGET)
 
 
 # --- the last position alone ------------------------------------------------------------------------
@@ -172,9 +171,8 @@ def test_logits_of_the_last_token_alone_are_those_among_all(name: str) -> None:
         assert alone.computes_all_logits == (name in COMPUTE_ALL_LOGITS)
         found = alone.feed(tokens, 1)
         assert expected is not None
-        assert found is not None
         assert found.shape == (1, model.vocab_size)
         assert mx.allclose(found, expected[-1:], atol=ATOL)
         next_ones = [sequence.feed((3,), 1) for sequence in (alone, among_all)]
-        assert mx.allclose(*next_ones, atol=ATOL)  # type: ignore[arg-type]
+        assert mx.allclose(*next_ones, atol=ATOL)
     assert alone.computes_all_logits

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from completions import open_and_close
 from models import greedy, llama, mamba, prompt_of
 from our_threads import outrider_thread_names, outrider_threads
 from sweeps import sweep
@@ -40,6 +41,5 @@ async def test_the_text_is_the_greedy_one_and_there_is_no_thread_but_the_targets
 ])  # fmt: skip
 async def test_prompt_lookup_is_no_target_and_a_path_of_that_name_is_a_path(target: Any, draft: Any, says: str) -> None:
     with pytest.raises((runtime.SettingsError, runtime.ModelError), match=says):
-        async with runtime.open(target if target == "ngram" else (target, None), draft):
-            pytest.fail("opened")
+        await open_and_close(target if target == "ngram" else (target, None), draft)
     assert outrider_threads() == []

@@ -64,7 +64,7 @@ class Rows(ScriptedModel):
         self.rows: dict[Any, None] = {}
         self.num_passes = self.num_failures = 0
 
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         rows = self._joined([feed.sequence for feed in feeds if not feed.alone])
         logits = feed_each(feeds)
         self.rows |= rows

@@ -87,17 +87,35 @@ UNDOS: dict[str, dict[str, Any]] = {
 }
 
 
-async def ends_with_an_error(
-    position: int, how: str, settings: dict[str, Any], *, draft: Any, undo: str = "trim", reuse: bool = False
+@sweep(
+    "mode, lookahead, position, draft, undo",
+    [
+        *(
+            (mode, lookahead, (5, 7, 12)[(i + j) % 3], "a draft model", "trim")
+            for i, mode in enumerate(MODES)
+            for j, lookahead in enumerate(LOOKAHEADS)
+        ),
+        *(
+            (("greedy", "rejection")[position % 2], 3, position, "a draft model", undo)
+            for undo in UNDOS
+            for position in (5, 6, 8, 11, 14)
+        ),
+        *((mode, "auto", (6, 7, 11)[i % 3], ("ngram", None)[i % 2], "trim") for i, mode in enumerate(MODES)),
+    ],
+)
+async def test_a_target_without_numbers_ends_its_stream_after_what_came_before(
+    mode: str, lookahead: Any, position: int, draft: Any, undo: str, autojump_clock: Any
 ) -> None:
-    target = ScriptedModel(failing_at(position, how), **UNDOS[undo])
+    settings = {**MODES[mode], "lookahead": lookahead}
+    target = ScriptedModel(failing_at(position, KINDS[position % 4]), **UNDOS[undo])
+    draft = ScriptedModel(agreeing(0.7)) if draft == "a draft model" else draft
     async with simulated(target, draft, schedule=position) as simulation, trio.open_nursery() as nursery:
 
         async def one_beside() -> None:
             assert await text_of(simulation, OTHER, max_tokens=6, **settings) == continuation(OTHER, 6)
 
         nursery.start_soon(one_beside)
-        stream = simulation.runtime.stream(PROMPT, max_tokens=12, reuse_prefix=reuse, **settings)
+        stream = simulation.runtime.stream(PROMPT, max_tokens=12, reuse_prefix=True, **settings)
         got: list[int] = []
         with pytest.raises(NotANumberError, match=f"the target model gave .* at position {position};.*float16"):
             await read_into(got, stream)
@@ -107,41 +125,8 @@ async def ends_with_an_error(
             await anext(stream)
         await one_beside()
         # Nothing of it stays in the prefix cache; later streams start from caches of their own.
-        if reuse:
-            await trio.sleep(1000)
-            assert len(simulation.runtime._target.prefix_cache) == 0
-
-
-@sweep(
-    "mode, lookahead, position",
-    [
-        (mode, lookahead, (5, 7, 12)[(i + j) % 3])
-        for i, mode in enumerate(MODES)
-        for j, lookahead in enumerate(LOOKAHEADS)
-    ],
-)
-async def test_a_target_without_numbers_ends_its_stream_after_what_came_before(
-    mode: str, lookahead: Any, position: int, autojump_clock: Any
-) -> None:
-    settings, draft = {**MODES[mode], "lookahead": lookahead}, ScriptedModel(agreeing(0.7))
-    await ends_with_an_error(position, KINDS[position % 4], settings, draft=draft)
-
-
-@sweep("undo", UNDOS)
-@sweep("position", [5, 6, 8, 11, 14])
-async def test_a_target_without_numbers_ends_its_stream_for_every_rewind_mode(
-    undo: str, position: int, autojump_clock: Any
-) -> None:
-    how, draft = KINDS[position % 4], ScriptedModel(agreeing(0.7))
-    settings = {**MODES[("greedy", "rejection")[position % 2]], "lookahead": 3}
-    await ends_with_an_error(position, how, settings, draft=draft, undo=undo, reuse=True)
-
-
-@sweep("mode, draft, position", zip(MODES, itertools.cycle(["ngram", None]), itertools.cycle([6, 7, 11])))
-async def test_a_target_without_numbers_ends_its_stream_without_a_draft_model(
-    mode: str, draft: Any, position: int, autojump_clock: Any
-) -> None:
-    await ends_with_an_error(position, KINDS[position % 4], MODES[mode], draft=draft, reuse=True)
+        await trio.sleep(1000)
+        assert len(simulation.runtime._target.prefix_cache) == 0
 
 
 async def test_logits_after_text_that_does_not_come_do_not_matter(autojump_clock: Any) -> None:

@@ -5,10 +5,8 @@ session's.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,26 +16,27 @@ import trio
 import trio.testing
 from scripted import (
     VOCAB_SIZE,
-    FailingTogether,
+    RefusingModel,
     Script,
     ScriptedModel,
     Simulation,
     agreeing,
     always,
     continuation,
-    forget_all,
+    ids,
     never,
     priced,
     read_into,
     run,
     simulated,
     text_of,
+    texts_of,
     truthful,
 )
 from sweeps import sweep
 
 import runtime
-from actors.model import Feed, feed_each
+from actors.model import Feed
 from protocol.pass_plan import SMALL_PASSES
 from protocol.prices import Prices
 from protocol.trace import Span
@@ -58,8 +57,7 @@ def beside(actor: str, model: ScriptedModel) -> tuple[ScriptedModel, ScriptedMod
 
 
 async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
-    completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=NUM_TOKENS, **settings)
-    return [[token.id for token in completion.tokens] for completion in completions]
+    return await texts_of(simulation, PROMPTS, max_tokens=NUM_TOKENS, **settings)
 
 
 EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -189,59 +187,37 @@ async def test_no_session_waits_for_more_than_the_pass_that_runs(autojump_clock:
             assert max(b - a for a, b in itertools.pairwise(own)) <= 3
 
 
+def refusing_one(script: Script, first: int, num_tokens: int) -> RefusingModel:
+    """A model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
+
+    def refuses(feeds: Sequence[Any]) -> bool:
+        texts = [feed.sequence.tokens for feed in feeds]
+        return any(text[:1] == [first] and len(text) >= num_tokens for text in texts)
+
+    return RefusingModel(script, refuses)
+
+
 @sweep("actor", ["target", "draft"])
 @sweep("num_tokens", [3, 8, 20])
 async def test_a_session_whose_part_makes_a_pass_fail_ends_or_loses_its_drafter_alone(
     num_tokens: int, actor: str, autojump_clock: Any
 ) -> None:
-    failing = FailingTogether(truthful if actor == "target" else agreeing(0.7), PROMPTS[0][0], num_tokens)
+    failing = refusing_one(truthful if actor == "target" else agreeing(0.7), PROMPTS[0][0], num_tokens)
     settings: dict[str, Any] = {} if actor == "target" else {"lookahead": 3}
     async with simulated(*beside(actor, failing)) as simulation:
-        found: dict[int, Any] = {}
-
-        async def read(index: int) -> None:
-            try:
-                found[index] = await text_of(simulation, PROMPTS[index], max_tokens=NUM_TOKENS, **settings)
-            except runtime.StreamFailedError as error:
-                found[index] = str(error)
-
-        async with trio.open_nursery() as nursery:
-            for index in range(len(PROMPTS)):
-                nursery.start_soon(read, index)
+        first, *others = await simulation.runtime.generate_many(
+            PROMPTS, max_tokens=NUM_TOKENS, on_error="return", **settings
+        )
         if actor == "target":
-            assert "MemoryError: no room for this one; the model itself works" in found.pop(0)
+            assert "MemoryError: no room for this one; the model itself works" in str(first)
         else:
+            assert ids(first.tokens) == EXPECTED[0]
             # Tasks that begin together run in any order, so its id may be any.
             (session,) = {each.session for each in simulation.instants("open") if each.tokens == tuple(PROMPTS[0])}
             assert [instant.session for instant in simulation.instants("withdraw")] == [session]
             assert simulation.runtime.statistics().draft_failures == 1
-        assert found == {index: EXPECTED[index] for index in found}
+        assert [ids(each.tokens) for each in others] == EXPECTED[1:]
         assert simulation.runtime.health().ok
-
-
-class TooMuch(ScriptedModel):
-    """Lacks memory for passes of more slots or texts, or fails at a token that is drafted. Keeps the rows of failed
-    passes.
-    """
-
-    def __init__(
-        self, script: Script, *, max_slots: float = math.inf, most: float = math.inf, bad_token: int | None = None
-    ) -> None:
-        super().__init__(script)
-        self.max_slots, self.most, self.bad_token = max_slots, most, bad_token
-        self.failures: list[int] = []
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        num_slots = len(feeds) * max(len(feed.tokens) for feed in feeds)
-        is_bad = any(self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds)
-        if num_slots > self.max_slots or len(feeds) > self.most or is_bad:
-            self.failures.append(len(feeds))
-            raise MemoryError(f"no room for {num_slots} slots")
-        return feed_each(feeds)
-
-    def abandon_shared(self) -> None:
-        if self.failures[-1] > 1:  # a text alone is no row of a batch
-            forget_all(self)
 
 
 @sweep("max_batch, acceptance", [(1, "match"), (1, "rejection"), (8, "rejection")])
@@ -249,8 +225,11 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
     def wrong(history: Sequence[int]) -> list[float]:
         return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)
 
+    def drafted_bad(feeds: Sequence[Feed]) -> bool:
+        return any(BAD in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds)
+
     async def main() -> None:
-        target = TooMuch(truthful, bad_token=BAD)
+        target = RefusingModel(truthful, drafted_bad)
         # At this temperature the likeliest token has all of the probability.
         settings = {"temperature": 1e-6, "acceptance": acceptance, "seed": 1}
         async with simulated(target, ScriptedModel(wrong), max_batch=max_batch) as simulation:
@@ -267,19 +246,17 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
 async def test_passes_beyond_memory_are_made_smaller_and_rarely_retried(
     max_slots: int, lookahead: Any, autojump_clock: Any
 ) -> None:
-    num_tokens = 100
-    target = TooMuch(truthful, max_slots=max_slots)
+    prompts, num_tokens = [*PROMPTS, [7, 7]], 100
+    target = RefusingModel(truthful, lambda feeds: len(feeds) * max(len(feed.tokens) for feed in feeds) > max_slots)
     async with simulated(target, ScriptedModel(agreeing(0.9))) as simulation:
-        prompts = [*PROMPTS, [7, 7]]
-        completions = await simulation.runtime.generate_many(prompts, max_tokens=num_tokens, lookahead=lookahead)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            assert [token.id for token in completion.tokens] == continuation(prompt, num_tokens)
+        found = await texts_of(simulation, prompts, max_tokens=num_tokens, lookahead=lookahead)
+    assert found == [continuation(prompt, num_tokens) for prompt in prompts]
     assert 0 < len(target.failures) < num_tokens / 3
 
 
 @sweep("most", [1, 3])
 async def test_steps_beyond_memory_are_shared_by_fewer_and_rarely_retried(most: int, autojump_clock: Any) -> None:
-    draft = TooMuch(agreeing(0.7), most=most)
+    draft = RefusingModel(agreeing(0.7), lambda feeds: len(feeds) > most)
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=60, lookahead=3)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -293,11 +270,10 @@ def test_after_one_drafter_has_failed_the_others_share_steps_at_once() -> None:
 
     async def sessions_per_step(culprit: int | None) -> float:
         agrees = agreeing(0.7)
-        draft = ScriptedModel(agrees) if culprit is None else FailingTogether(agrees, culprit, 12)
+        draft = ScriptedModel(agrees) if culprit is None else refusing_one(agrees, culprit, 12)
         async with simulated(ScriptedModel(truthful), draft, price=ALL_AT_ONCE) as simulation:
-            completions = await simulation.runtime.generate_many(prompts, max_tokens=40, lookahead=2)
-            for prompt, completion in zip(prompts, completions, strict=True):
-                assert [token.id for token in completion.tokens] == continuation(prompt, 40)
+            found = await texts_of(simulation, prompts, max_tokens=40, lookahead=2)
+            assert found == [continuation(prompt, 40) for prompt in prompts]
             steps = [span for span in simulation.spans("draft") if span.kind == "draft"]
             return sum(len(span.sessions) for span in steps) / len(steps)
 
@@ -308,16 +284,9 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
     prompts = [[index, index + 1] for index in range(12)]
 
     async def rows_per_pass(culprit: int | None) -> float:
-        target = FailingTogether(truthful, culprit, 12) if culprit is not None else ScriptedModel(truthful)
+        target = ScriptedModel(truthful) if culprit is None else refusing_one(truthful, culprit, 12)
         async with simulated(target) as simulation:
-
-            async def read(prompt: list[int]) -> None:
-                with suppress(runtime.StreamFailedError):
-                    await simulation.runtime.generate(prompt, max_tokens=60)
-
-            async with trio.open_nursery() as nursery:
-                for prompt in prompts:
-                    nursery.start_soon(read, prompt)
+            await simulation.runtime.generate_many(prompts, max_concurrent=12, max_tokens=60, on_error="return")
             return simulation.runtime.statistics().rows_per_pass or 0.0
 
     assert run(rows_per_pass, None) > 10
@@ -327,18 +296,14 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
 async def test_after_memory_was_short_for_a_while_all_streams_share_passes_again(autojump_clock: Any) -> None:
     num_passes = 0
 
-    class ShortOfMemory(ScriptedModel):
-        def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-            nonlocal num_passes
-            num_passes += 1
-            if len(feeds) > 2 and 10 < num_passes < 40:
-                raise MemoryError("no room for so many")
-            return feed_each(feeds)
+    def short_for_a_while(feeds: Sequence[Feed]) -> bool:
+        nonlocal num_passes
+        num_passes += 1
+        return len(feeds) > 2 and 10 < num_passes < 40
 
-    async with simulated(ShortOfMemory(truthful)) as simulation:
-        completions = await simulation.runtime.generate_many([[n] for n in range(4)], max_tokens=700, lookahead=0)
-        for n, completion in enumerate(completions):
-            assert [token.id for token in completion.tokens] == continuation([n], 700)
+    async with simulated(RefusingModel(truthful, short_for_a_while)) as simulation:
+        found = await texts_of(simulation, [[n] for n in range(4)], max_tokens=700, lookahead=0)
+        assert found == [continuation([n], 700) for n in range(4)]
         widths = [len(span.shares) for span in simulation.spans("target") if span.shares]
     assert SMALL_PASSES // 2 < widths.count(2) < 2 * SMALL_PASSES
     assert widths[-100:] == [4] * 100

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from completions import open_and_close
 from mlx_lm.models import phi3small
 from models import VOCAB_SIZE, Wrapped, llama, mamba
 from scripted import ScriptedFailure, ScriptedModel, truthful
 from sweeps import sweep
 
-import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.probe import probe
@@ -57,8 +57,7 @@ async def test_a_model_that_gives_no_logits_is_refused_when_it_is_opened(kind: s
     pair = {"target": (TARGET, None), "draft": (TARGET, None), role: (Otherwise(change), None)}
     expected = rf"^{role} 'Otherwise' gave .*{got}.* for 2 tokens; .* of shape \(1, 2, V\)"
     with pytest.raises(ModelError, match=expected):
-        async with runtime.open(**pair):
-            pytest.fail("opened")
+        await open_and_close(**pair)
 
 
 async def test_a_model_that_does_not_fill_its_cache_is_refused_when_it_is_opened() -> None:
@@ -67,8 +66,7 @@ async def test_a_model_that_does_not_fill_its_cache_is_refused_when_it_is_opened
             return super().__call__(inputs)
 
     with pytest.raises(ModelError, match="target 'Forgetful' leaves 0 tokens in its cache after 2"):
-        async with runtime.open((Forgetful(llama()), None)):
-            pytest.fail("opened")
+        await open_and_close((Forgetful(llama()), None))
 
 
 # --- checks at any time ---------------------------------------------------------------------------
@@ -131,8 +129,7 @@ async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_config
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": vocab_size}))
     with pytest.raises(ModelError, match=says):
-        async with runtime.open(tmp_path):
-            pytest.fail("opened")
+        await open_and_close(tmp_path)
 
 
 async def test_a_phi3small_that_would_crash_the_process_is_refused_where_it_is_built_already() -> None:
@@ -143,5 +140,4 @@ async def test_a_phi3small_that_would_crash_the_process_is_refused_where_it_is_b
         model = kind(phi3small.ModelArgs(**PHI3SMALL, vocab_size=1000))
         for opened in (model, Wrapped(model)):
             with pytest.raises(ModelError, match=f"draft '{type(opened).__name__}' is a {TOO_SMALL}"):
-                async with runtime.open((TARGET, None), (opened, None)):
-                    pytest.fail("opened")
+                await open_and_close((TARGET, None), (opened, None))

@@ -11,7 +11,7 @@ import trio
 from architectures import VOCAB_SIZE, build
 from models import greedy
 from scripted import VOCAB_SIZE as SCRIPTED_VOCAB_SIZE
-from scripted import ScriptedModel, Simulation, collect, continuation, simulated, truthful
+from scripted import ScriptedModel, collect, continuation, simulated, texts_of, truthful
 from sweeps import sweep
 
 import runtime
@@ -79,17 +79,12 @@ def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: py
         alone.feed(tuple(prompt), 0)
         for each in (found, sequence.feed((5,), 1)):
             expected = alone.feed((3, 4) if each is found else (5,), 1)
-            assert each is not None
-            assert expected is not None
             assert mx.allclose(each, expected, atol=1e-4)
 
 
 # --- scripted ---------------------------------------------------------------------------------------
 
-
-async def texts(simulation: Simulation, prompts: list[list[int]]) -> list[list[int]]:
-    completions = await simulation.runtime.generate_many(prompts, max_tokens=NUM_TOKENS)
-    return [[token.id for token in completion.tokens] for completion in completions]
+EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 class FailsTogether(ScriptedModel):
@@ -106,7 +101,7 @@ class FailsTogether(ScriptedModel):
 async def test_prompts_that_cannot_be_read_together_are_read_one_by_one(autojump_clock: Any) -> None:
     target = FailsTogether(truthful)
     async with simulated(target, None) as simulation:
-        assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        assert await texts_of(simulation, PROMPTS, max_tokens=NUM_TOKENS) == EXPECTED
     assert target.num_tries == 1
 
 
@@ -138,7 +133,8 @@ async def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time(au
             nursery.start_soon(decode)
             await trio.sleep(8.5)  # in simulated time: it has begun
             begun = len(simulation.events)
-            assert await texts(simulation, long) == [continuation(prompt, NUM_TOKENS) for prompt in long]
+            found = await texts_of(simulation, long, max_tokens=NUM_TOKENS)
+            assert found == [continuation(prompt, NUM_TOKENS) for prompt in long]
         kinds = [each.kind for each in simulation.events[begun:] if isinstance(each, Span)]
         while_reading = kinds[kinds.index("prefill") : len(kinds) - kinds[::-1].index("prefill")]
         assert "prefill prefill" not in " ".join(kind for kind in while_reading if kind != "open")
@@ -212,4 +208,4 @@ async def test_a_prompt_that_fails_is_read_once(autojump_clock: Any) -> None:
         with pytest.raises(StreamFailedError):
             await collect(simulation.runtime.stream(PROMPTS[0]))
         assert len(simulation.spans("target", "prefill")) == 1
-        assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        assert await texts_of(simulation, PROMPTS, max_tokens=NUM_TOKENS) == EXPECTED

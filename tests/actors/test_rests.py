@@ -31,7 +31,6 @@ NUM_TOKENS = 300
 async def test_many_resting_rounds_are_one_message_of_the_whole_text(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=PRICE) as simulation:
         text = await text_of(simulation, PROMPT, max_tokens=NUM_TOKENS)
-        assert simulation.draft_worker is not None
         sessions = simulation.draft_worker.sessions
     assert text == continuation(PROMPT, NUM_TOKENS)
     received = sessions.received[0]

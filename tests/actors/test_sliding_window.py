@@ -142,7 +142,6 @@ def test_a_trim_stops_where_a_token_would_lack_a_part_of_its_window() -> None:
 
 
 def num_slots(cache: SlidingWindowCache) -> int:
-    assert cache.keys is not None
     assert cache.nbytes == 2 * cache.keys.nbytes
     return int(cache.keys.shape[2])
 
@@ -257,7 +256,6 @@ def test_rounds_far_beyond_a_full_window_are_trimmed_and_leave_nothing_behind(na
         proposal = [(token + 1) % VOCAB_SIZE for token in LONG[:width]]
         assert sequence.prepare(width, len(text)) is RewindMode.TRIM
         logits = sequence.feed(tuple(proposal), width)
-        assert logits is not None
         assert mx.allclose(logits[-1], logits_of(model, text + proposal), rtol=0, atol=ATOL)
         text += proposal[:num_right]
         assert sequence.rewind(len(text)) == len(text)
@@ -281,7 +279,6 @@ def test_prefixes_are_trimmed_within_a_window_and_restored_beyond_it() -> None:
     for length in (400 - MAX_TRIM, 100):
         sequence.reuse(length)
         logits = sequence.feed((5,), 1)
-        assert logits is not None
         assert mx.allclose(logits[0], logits_of(of.model, [*LONG[:length], 5]), rtol=0, atol=ATOL)
 
 
@@ -292,14 +289,12 @@ def test_a_text_from_a_file_is_reused_up_to_what_a_drafter_might_change() -> Non
     sequence.add_prefix_checkpoint()
     sequence.feed(tuple(LONG[100:]), 0)
     state = sequence.take_state(tuple(LONG))
-    assert state is not None
     other.put_state(state)
     ahead = 2 * MAX_LOOKAHEAD + 1
     assert [other.reusable_length(n, 400) for n in (400, 400 - ahead, 400 - MAX_TRIM)] == [400, 400 - ahead, 240]
     assert other.reusable_length(400 - MAX_TRIM - 1, 400) == 100
     other.reuse(400 - ahead)
     logits = other.feed((5,), 1)
-    assert logits is not None
     assert mx.allclose(logits[0], logits_of(of.model, [*LONG[: 400 - ahead], 5]), rtol=0, atol=ATOL)
     # Only the window of a checkpoint is in a file, since nothing shorter is ever wanted of it.
     (checkpoint,) = state.prefix_checkpoints

@@ -81,7 +81,6 @@ def test_a_tokenizer_that_truncates_by_its_file_does_not_once_it_is_copied(tmp_p
     tokenizer = load(Path(path))
     tokenizer._tokenizer._tokenizer.enable_truncation(max_length=3)
     own = copy_of(tokenizer)
-    assert own is not None
     assert own._tokenizer._tokenizer.truncation is None
     assert tokenizer._tokenizer._tokenizer.truncation is not None
     assert len(own.encode("w1 w2 w3 w4 w5")) == 5

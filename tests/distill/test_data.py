@@ -36,7 +36,7 @@ def windows(texts: list[str], length: int = 8) -> Windows:
 
 
 def rows(array: mx.array) -> set[tuple[int, ...]]:
-    return {tuple(row) for row in array.tolist()}  # type: ignore[union-attr, arg-type]
+    return {tuple(row) for row in array.tolist()}
 
 
 def test_files_become_texts(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_of_many_texts_whole_ones_are_held_out() -> None:
     # Of letters that are in texts of one length only.
     alone = {ord(text[0]) for text in texts if sum(text[0] == other[0] for other in texts) == 1}
     assert kept
-    assert not alone & set(kept) & set(learnt)  # type: ignore[arg-type]
+    assert not alone & set(kept) & set(learnt)
 
 
 def test_of_few_texts_windows_are_held_out_and_nothing_is_in_both() -> None:
@@ -112,8 +112,8 @@ def test_held_out_windows_are_of_one_category_each_and_the_categories_alternate(
     made = Windows(iter([*of("b", "b"), *of("a", "s"), Text("z" * 64, "rare")]), Characters(), 8)
     assert made.held_out_categories[:4] == ["a", "b", "a", "b"]
     assert set(made.held_out_categories) == {"a", "b"}
-    for window, category in zip(made.held_out.tolist(), made.held_out_categories, strict=True):  # type: ignore[arg-type]
-        assert all((token >= ord("s")) == (category == "a") for token in window if token)  # type: ignore[union-attr]
+    for window, category in zip(made.held_out.tolist(), made.held_out_categories, strict=True):
+        assert all((token >= ord("s")) == (category == "a") for token in window if token)
     assert {ord("z")} in map(set, rows(made.learnt))
 
 

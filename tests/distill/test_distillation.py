@@ -66,8 +66,6 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
     seen = await train(options, num_evaluations=2)
     assert [evaluation.batches for evaluation in seen] == [6, 12]
     first, second = (evaluation.loss for evaluation in seen)
-    assert first is not None
-    assert second is not None
     assert second < first
     loaded = load_eagle3(DrafterFiles.read(options.out))
     assert loaded.model.config.draft_vocab_size == (draft_vocab_size or VOCAB_SIZE)
@@ -277,7 +275,7 @@ def test_continuations_are_the_targets_own(tmp_path: Path, monkeypatch: pytest.M
     written, num_times = continued(0.0, 0.0)
     num_given = int(16 * PROMPT_SHARE)
     assert num_times == 16 - num_given + 2  # the beginnings in two parts, a token each time, and all together
-    for given, whole in zip(windows.tolist(), written.tolist(), strict=True):  # type: ignore[arg-type]
+    for given, whole in zip(windows.tolist(), written.tolist(), strict=True):
         assert whole[:num_given] == given[:num_given]
         assert whole[num_given:] == greedy(target, given[:num_given], 16 - num_given)
     (in_parts, _), (at_once, num_times) = continued(0.8, 0.0), continued(0.8, 3600.0)

@@ -16,7 +16,7 @@ from sweeps import sweep
 import runtime
 from runtime.generation.conversation import Conversation
 from runtime.generation.text import ROLES, encode_prompt
-from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.tools import Functions
 
 WORDS = ["<unk>", *ROLES, "hello", "world", ":", "called"]
 CHAT = """\

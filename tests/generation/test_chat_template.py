@@ -12,8 +12,8 @@ from sweeps import sweep
 from template_families import TEMPLATES, templated
 
 import runtime
+from runtime.generation.chat_template.known import asks_for_reasoning, thinking_switch
 from runtime.generation.chat_template.rendering import render_chat_template
-from runtime.generation.chat_template.switches import asks_for_reasoning, thinking_switch
 from runtime.generation.reasoning import ReasoningTracker
 
 USER = {"role": "user", "content": "one"}

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import runtime
 from runtime import Grammar
-from runtime.generation.grammar_text import GrammarText
+from runtime.generation.grammar import GrammarText
 from runtime.generation.grammar_vocabulary import indexed
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_grammar import reasoning_before

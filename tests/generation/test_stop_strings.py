@@ -42,8 +42,7 @@ from protocol.session_state import Commit
 from protocol.settings import Settings
 from protocol.stop_strings import StopMatcher
 from runtime import Completion
-from runtime.generation.answers.content_stops import ContentStops
-from runtime.generation.text import GrowingText, StopFinder
+from runtime.generation.text import ContentStops, GrowingText, StopFinder
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 
 Decode = Callable[[list[int]], str]

@@ -36,9 +36,8 @@ from sweeps import sweep
 
 import runtime
 from runtime.generation.answers.message_format import HARMONY
-from runtime.generation.answers.reasoning_limit import ReasoningLimit
 from runtime.generation.grammar import grammar_of_choices
-from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
 from runtime.generation.tool_calls.call_grammar import reasoning_before
 
 LETTERS = Letters(thinks=True, template=None, ends=False)

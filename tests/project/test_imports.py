@@ -224,7 +224,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/generation/grammar.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/server/responses/store.py",
-        "runtime/sync/runtime.py",
+        "runtime/sync/__init__.py",
     }
     assert threads == makers | minders
 

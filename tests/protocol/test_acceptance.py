@@ -133,19 +133,6 @@ def test_accepted_and_recovered_mass_add_up_to_the_targets_distribution(size, pa
     np.testing.assert_allclose(accepted + rejected * recovered, p, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("size", "parts"), [(2, 6), (3, 4)])
-def test_a_drafted_token_stands_with_probability_min_1_p_over_q(size, parts):
-    for p, q in zip(*all_pairs(size, parts), strict=True):
-        for target_prob, draft_prob, probability in zip(p, q, acceptance_probability(p, q), strict=True):
-            if draft_prob == 0:
-                continue  # never drawn
-            # Uniforms in ascending order: the accepted prefix is the share of them that accepts.
-            uniforms = np.arange(500) / 500
-            row = np.ones_like(uniforms)
-            count = count_accepted(doubles(target_prob * row), doubles(draft_prob * row), doubles(uniforms)).item()
-            assert abs(count / 500 - probability) <= 1 / 500
-
-
 @sweep(("target_prob", "draft_prob"), [(0.1, 0.7), (0.3, 0.4), (1 / 3, 2 / 3), (1e-6, 0.5)])
 def test_the_bound_of_acceptance_is_p_over_q_to_twelve_digits(target_prob, draft_prob):
     bound = target_prob / draft_prob
@@ -175,12 +162,6 @@ def test_a_token_may_be_drawn_from_the_likeliest_alone(count):
 )
 def test_the_residual_is_what_p_has_beyond_q_or_p_where_that_is_nothing(p, q, expected):
     np.testing.assert_allclose(np.array(residual(doubles(p), doubles(q))), expected, atol=1e-15)
-
-
-def test_each_row_of_a_batch_has_a_residual_of_its_own():
-    p, q = all_pairs(3, 3)
-    rows = mx.stack([residual(doubles(a), doubles(b)) for a, b in zip(p, q, strict=True)])
-    assert mx.array_equal(residual(doubles(p), doubles(q)), rows)
 
 
 # --- count_accepted -------------------------------------------------------------------------------
@@ -282,46 +263,6 @@ def first_tokens(target_rows, draft_rows, *, seed, starts) -> list[int]:
 )
 def test_the_first_token_is_a_sample_of_p_for_any_q(draft_row):
     assert_drawn_from(first_tokens(TARGET_ROWS[:2], [draft_row], seed=31, starts=range(1000)), TARGET_ROWS[0])
-
-
-def several_rounds(num_texts: int) -> tuple[list[int], list[float]]:
-    """Texts of three tokens, by number, that are made over several rounds; and the probability of each.
-
-    Rounds end at every position, and tokens beyond a rejection are drawn again with the same keys.
-    """
-    size, length, lookahead = 3, 3, 2
-    random = np.random.default_rng(45)
-    targets = normalised(random.gamma(0.7, size=(size, size)))  # rows: the token before
-    drafts = normalised(targets + 3 * random.gamma(0.5, size=(size, size)))
-    draft_probs = [mx.array(row) for row in drafts]
-    # Each text has positions of its own, so that all are independent. `after[token][n][i]` is the drafter's draw for
-    # the n-th text's i-th position after that token: the same each time it gets there.
-    starts = range(1, 10 * num_texts, 10)
-    after = [draws([row] * (length - 1), seed=45, starts=starts) for row in drafts]
-    texts: list[list[int]] = [[] for _ in starts]
-    while unfinished := [n for n, text in enumerate(texts) if len(text) < length]:
-        proposed, rows = [], []
-        for n in unfinished:
-            drafted: list[int] = []
-            contexts = [texts[n][-1] if texts[n] else 0]
-            for i in range(len(texts[n]), min(len(texts[n]) + lookahead, length - 1)):
-                drafted.append(after[contexts[-1]][n][i])
-                contexts.append(drafted[-1])
-            probs = tuple(draft_probs[context] for context in contexts[:-1])
-            proposed.append(ProposedRows(45, starts[n] + len(texts[n]), len(contexts), tuple(drafted), probs))
-            rows += contexts
-        judgements = judge(logits_of(targets[rows]), proposed, "rejection", 1.0).read()
-        for n, each, judgement in zip(unfinished, proposed, judgements, strict=True):
-            texts[n] += [*each.drafted[: judgement.num_accepted], judgement.token]
-    outcomes = [text[0] * 9 + text[1] * 3 + text[2] for text in texts]
-    return outcomes, [
-        targets[0, a] * targets[a, b] * targets[b, c] for a, b, c in itertools.product(range(size), repeat=length)
-    ]
-
-
-@pytest.mark.slow
-def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
-    assert_drawn_from(*several_rounds(2500))
 
 
 def test_a_verdict_lacks_its_token_only_without_a_row_for_it():

@@ -3,17 +3,24 @@ lookahead without overlap, and much faster than both where drafting beside the t
 
 The time of a fixed lookahead without overlap follows from the script alone. `sequential_speed` computes it, and is
 itself compared with the real actors.
+
+Beside machines whose times rise along a slope there are those of `device_prices`, with steps and plateaus: each file is
+the JSON of `outrider doctor --report`, as it is, or one of its price tables. A table without times of a draft model
+stands for several.
 """
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
+from device_tables import FILES, scenarios
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
 from scenario import Scenario
 from simulation import run_simulation
 
+from actors.drafters.drafter import DrafterSession
 from protocol.lookahead_policy import ChainPolicy
 
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
@@ -29,7 +36,10 @@ def best_sequential(acceptance: float, cost: float, slope: float) -> float:
 
 
 def speed_of_auto(acceptance: float, cost: float, slope: float, contention: float) -> float:
-    scenario = Scenario(acceptance, cost, contention=contention, verify_slope=slope)
+    return speed(Scenario(acceptance, cost, contention=contention, verify_slope=slope))
+
+
+def speed(scenario: Scenario) -> float:
     return run_simulation(scenario, num_tokens=NUM_TOKENS, make_policy=auto).speed
 
 
@@ -61,4 +71,19 @@ def test_where_drafting_is_free_working_ahead_pays():
         speed_of_auto(acceptance, cost, slope, 0.0) / best_sequential(acceptance, cost, slope)
         for acceptance, cost, slope in ((0.85, 0.1, 0.5), (0.92, 0.2, 0.0))
     ]
-    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= 1.2
+    assert geometric_mean(ratios) >= 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_auto_is_near_the_best_of_plain_sequential_and_without_copies(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(scenario, speed(scenario)) for scenario in list(scenarios(path))[::4]]
+    for scenario, with_auto in found:
+        best = max(sequential_speed(scenario, lookahead, NUM_TOKENS) for lookahead in LOOKAHEADS)
+        # Less than above, since the rules take the price of width for a line, and these have steps.
+        assert with_auto >= 0.9 * max(1.0, best), scenario
+    monkeypatch.setattr(DrafterSession, "copies", False)
+    scenario, with_copies = found[0]
+    assert with_copies >= 0.98 * speed(scenario), scenario

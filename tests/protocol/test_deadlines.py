@@ -19,6 +19,7 @@ from scripted import (
     run,
     simulated,
     text_of,
+    texts_of,
     truthful,
 )
 from sweeps import sweep
@@ -128,14 +129,9 @@ async def test_a_drafter_that_has_not_read_the_prompt_yet_is_not_called_late(aut
 
 async def test_sessions_beside_one_whose_draft_step_hangs_go_on(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), drafter(), draft_price=hanging("draft", 9)) as simulation:
-
-        async def one(i: int) -> None:
-            assert await text_of(simulation, [i, i], max_tokens=30, lookahead=2) == continuation([i, i], 30)
-
-        with trio.fail_after(10_000):
-            async with trio.open_nursery() as nursery:
-                for i in range(3):
-                    nursery.start_soon(one, i)
+        prompts = [[i, i] for i in range(3)]
+        found = await texts_of(simulation, prompts, max_tokens=30, lookahead=2)
+        assert found == [continuation(prompt, 30) for prompt in prompts]
 
 
 async def test_a_slow_consumer_is_not_mistaken_for_a_late_drafter(autojump_clock: Any) -> None:

@@ -46,7 +46,7 @@ def _one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_one_more")
 def test_a_declared_setting_is_a_keyword_and_a_flag_with_help_and_hints(capfd: Any) -> None:
-    assert settings_from({"top_h": 3}).top_h == 3  # type: ignore[attr-defined]
+    assert settings_from({"top_h": 3}).top_h == 3
     with pytest.raises(SettingsError, match=r"^top_h must be a whole number of at least 0, or None for all, got -1$"):
         settings_from({"top_h": -1})
     with pytest.raises(SettingsError, match="did you mean 'top_h'"):

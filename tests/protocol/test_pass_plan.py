@@ -145,7 +145,6 @@ def test_no_plan_waits_too_long_or_gains_less_than_beginning_at_once(
     expected = 0.0
     for index, num_drafted in plan.num_drafted.items():
         each = all_rounds[index].after(plan.wait_s)
-        assert each is not None
         assert num_drafted <= len(each.reach)
         expected += 1.0 + sum(each.reach[:num_drafted])
     rate_with_wait = expected / (plan.wait_s + line(slope)(num_computed(all_rounds, plan) * plan.width))

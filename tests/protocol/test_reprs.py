@@ -61,7 +61,7 @@ SHORT: list[tuple[Any, list[str]]] = [
     (
         SavedSession(
             messages=({"role": "user", "content": LONG},) * 3, tokens=tuple(range(9999)), thinking=None, settings={},
-            num_processors=0, cache_options={}, vocabulary=None, target=LONG, draft=None,  # type: ignore[arg-type]
+            num_processors=0, cache_options={}, vocabulary=None, target=LONG, draft=None,
         ),
         ["3 messages", "9999 tokens", "no draft model"],
     ),

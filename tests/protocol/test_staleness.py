@@ -99,8 +99,6 @@ def test_staleness_costs_acceptance_and_speed():
         run = run_simulation(scenario_of(0.1, stale), num_tokens=NUM_TOKENS)
         speeds.append(run.speed)
         fresh, of_stale = run.statistics.fresh_acceptance, run.statistics.stale_acceptance
-        assert fresh is not None
-        assert of_stale is not None
         if stale < 0.85:
             assert of_stale < fresh - 0.1
     assert speeds[0] > 1.2 * speeds[1]

@@ -302,6 +302,8 @@ async def test_the_passes_of_streams_add_up_to_those_that_the_target_has_run(
         whole, streams = simulation.runtime.statistics(), [completion.statistics for completion in completions]
     assert whole.passes == sum(stream.passes for stream in streams) == len(spans)
     assert whole.pass_rows == sum(stream.pass_rows for stream in streams) == sum(len(s.shares) or 1 for s in spans)
+    for name in ("prompt_tokens", "generated_tokens", "proposed", "accepted", "bonus", "rounds", "lookahead_hits"):
+        assert getattr(whole, name) == sum(getattr(stream, name) for stream in streams)
     assert whole.rows_per_pass == pytest.approx(whole.pass_rows / whole.passes)
     assert (whole.rows_per_pass > 1) == (max_batch > 1)
     assert whole.wait_seconds == pytest.approx(sum(stream.wait_seconds for stream in streams))

@@ -8,12 +8,80 @@ with `pytest --log-cli-level=INFO`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import cache
+from statistics import geometric_mean
 
+import attrs
 import pytest
-from streams_grid import DEVICES, Cell, cells, geometric_mean
+from device_tables import FILES, tables, with_more_rows
+from scenario import Scenario
+from simulation import simulate_streams
 from sweeps import sweep
 
+from protocol.open_options import MAX_BATCH
+
 logger = logging.getLogger(__name__)
+
+DEVICES = {path.stem: with_more_rows(tables(path)["target"]) for path in FILES}
+STREAMS = (1, 2, 4, 8, 16, 32)
+ACCEPTANCES = (0.0, 0.5, 0.8, 0.95)
+COST_RATIOS = (0.05, 0.2, 0.5)
+CONTENTION = 0.3
+# So many streams in turns keep the target at work at any time, and more are no faster.
+MAX_TURNS = 4
+# Tokens of each stream. A few streams need longer texts: what "auto" learns at the beginning, each learns alone.
+MIN_TOKENS, MIN_TOKENS_OF_ALL = 60, 240
+
+
+@attrs.frozen(order=True)
+class Cell:
+    device: str
+    num_streams: int
+    acceptance: float
+    cost_ratio: float
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(
+            self.acceptance, self.cost_ratio, contention=CONTENTION, draft_slope=0.1, verify_table=DEVICES[self.device]
+        )
+
+    @property
+    def plain_speed(self) -> float:
+        """Tokens per T_v(1) of plain batches: each pass has a token of every stream."""
+        return self.num_streams / self.scenario.verify_seconds(self.num_streams)
+
+    @property
+    def over_plain(self) -> float:
+        return speed_of_auto(self, self.num_streams) / self.plain_speed
+
+    @property
+    def over_turns(self) -> float:
+        if self.num_streams == 1:
+            return 1.0
+        turns = speed_of_auto(self, min(MAX_TURNS, self.num_streams), max_batch=1)
+        return speed_of_auto(self, self.num_streams) / turns
+
+
+@cache
+def speed_of_auto(cell: Cell, num_streams: int, *, max_batch: int = MAX_BATCH) -> float:
+    """Tokens per T_v(1) while all streams are at work."""
+    num_tokens = max(MIN_TOKENS, MIN_TOKENS_OF_ALL // num_streams)
+    return simulate_streams(cell.scenario, num_streams, num_tokens=num_tokens, max_batch=max_batch).steady_speed
+
+
+def cells(device: str) -> Iterator[Cell]:
+    """One cell of a device for each number of streams, from diagonals, since neighbours are similar."""
+    for i, num_streams in enumerate(STREAMS):
+        drafters = [
+            (acceptance, cost_ratio)
+            for j, acceptance in enumerate(ACCEPTANCES)
+            for k, cost_ratio in enumerate(COST_RATIOS)
+            if (i + j + k) % 6 == 0
+        ]
+        yield Cell(device, num_streams, *drafters[list(DEVICES).index(device) % len(drafters)])
+
 
 # Least speed of a cell over that of the faster of the two, and least geometric mean of it over the cells of a device.
 # The lowest cells are those of short texts, which end before "auto" has learnt that their drafter is too slow.
@@ -26,7 +94,7 @@ SAMPLE = [Cell("cpu_fp32_rows", 2, 0.0, 0.2), Cell("m4_pro_4bit", 4, 0.95, 0.2)]
 
 @sweep("cell", SAMPLE)
 def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns_in_a_sample(cell):
-    assert cell.ratios.over_better >= MIN_RATIO
+    assert min(cell.over_plain, cell.over_turns) >= MIN_RATIO
 
 
 def test_several_streams_speculate_together_where_a_plateau_makes_it_free():
@@ -38,8 +106,8 @@ def test_several_streams_speculate_together_where_a_plateau_makes_it_free():
 def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns(device):
     found = {}
     for cell in cells(device):
-        ratios = cell.ratios
-        logger.info("%s: over plain batches %.2f, over turns %.2f", cell, ratios.over_plain, ratios.over_turns)
-        found[cell] = ratios.over_better
+        over_plain, over_turns = cell.over_plain, cell.over_turns
+        logger.info("%s: over plain batches %.2f, over turns %.2f", cell, over_plain, over_turns)
+        found[cell] = min(over_plain, over_turns)
     assert {cell: ratio for cell, ratio in found.items() if ratio < MIN_RATIO} == {}
     assert geometric_mean(found.values()) >= MIN_MEAN_RATIO

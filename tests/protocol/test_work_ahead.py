@@ -13,9 +13,7 @@ from scripted import priced as job_prices
 from simulation import run_simulation
 from sweeps import sweep
 
-import runtime
 from actors.drafters.drafter import policy_by_settings
-from protocol.errors import SettingsError
 from protocol.lookahead_policy import ChainPolicy
 from protocol.open_options import WORK_AHEAD, WorkAhead
 from protocol.prices import TRIED_EVERY_ROUNDS, TRIED_ROUNDS, Prices
@@ -113,9 +111,3 @@ def test_always_and_never_do_not_ask_the_prices(contention: float) -> None:
     assert policy_by_settings(Settings(lookahead=2), prices, "always").works_ahead is True
     assert policy_by_settings(Settings(lookahead=2), prices, "never").works_ahead is False
     assert policy_by_settings(Settings(lookahead="auto"), prices, "never").works_ahead is False
-
-
-async def test_another_choice_is_refused() -> None:
-    with pytest.raises(SettingsError, match="work_ahead must be one of 'auto', 'always', 'never', got 'often'"):
-        async with runtime.open("owner/name", work_ahead="often"):  # type: ignore[arg-type]
-            pass

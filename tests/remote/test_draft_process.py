@@ -14,6 +14,7 @@ from typing import Any
 import models
 import pytest
 import trio
+from completions import open_and_close
 from models import greedy
 from polling import until_in_trio
 from sweeps import sweep
@@ -89,8 +90,7 @@ async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[s
     with pytest.raises(
         runtime.ModelError, match=r"the drafter's process \d+ cannot load the drafter: cannot load draft"
     ):
-        async with runtime.open(target, tmp_path, draft_process=True):
-            raise AssertionError("should not be reached")
+        await open_and_close(target, tmp_path, draft_process=True)
 
 
 @pytest.mark.slow
@@ -128,12 +128,8 @@ GIVEN = "draft_process loads the draft model in a process of its own, and it was
     [
         ((models.llama(), None), {"draft_process": True}, GIVEN),
         ((models.llama(), None), {"draft_device": "gpu"}, GIVEN),
-        ("owner/draft", {"draft_device": "tpu"}, 'draft_device must be "cpu", "gpu" or None, got'),
-        ("owner/draft", {"draft_process": 1}, "draft_process must be "),
-        ("owner/draft", {"draft_process": True, "draft_rank": 1}, "draft_process and draft_rank exclude each other"),
     ],
 )
 async def test_what_cannot_be_given_to_a_process_is_refused(draft: Any, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(runtime.SettingsError, match=expected):
-        async with runtime.open("owner/target", draft, **options):
-            raise AssertionError("should not be reached")
+        await open_and_close("owner/target", draft, **options)

@@ -7,16 +7,13 @@ Windows are of 8 to 16 tokens, so that a text of 48 tokens crosses them several 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
-from models import Wrapped, draw_weights
-
-from actors.model import CachedSequence, FeedsEach, RewindMode
+from models import draw_weights
 
 VOCAB_SIZE = 64
 
@@ -585,77 +582,3 @@ def _kind(layer: Any) -> str:
     if isinstance(layer, CacheList):
         return f"CacheList({', '.join(_kind(part) for part in layer.caches)})"
     return type(layer).__name__
-
-
-# --- pairs ----------------------------------------------------------------------------------------
-
-
-class Leaning(Wrapped):
-    """A model with a preferred successor for each token, so that two such models agree often, but not always."""
-
-    # A cycle through all tokens.
-    _FOLLOWING = mx.array([(5 * token + 17) % VOCAB_SIZE for token in range(VOCAB_SIZE)])
-    LEAN = 3.2  # in standard deviations of the model's logits
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        logits = self.model(inputs, cache=cache)
-        following = self._FOLLOWING[inputs][..., None] == mx.arange(VOCAB_SIZE)
-        return logits / mx.std(logits, axis=-1, keepdims=True) + self.LEAN * following
-
-
-# --- a fake for the other model of a pair ---------------------------------------------------------
-
-
-class PositionalModel(FeedsEach):
-    """A model that knows the token at each position, whatever the text before it; beyond its end it repeats the last.
-
-    It stands for the other model where only one of a pair is under test, and can rewind to any length.
-    """
-
-    context_length = None
-
-    def __init__(self, text: Sequence[int], vocab_size: int) -> None:
-        self.text = tuple(text)
-        self.vocab_size = vocab_size
-
-    def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
-        return PositionalSequence(self)
-
-
-class PositionalSequence(CachedSequence):
-    def __init__(self, model: PositionalModel) -> None:
-        self._model = model
-        self._length = 0
-
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        self._length += len(tokens)
-        text = self._model.text
-        ends = range(self._length - num_logits + 1, self._length + 1)
-        if not num_logits:
-            return None
-        said = mx.array([text[min(end, len(text) - 1)] for end in ends])
-        return 10.0 * (mx.arange(self._model.vocab_size) == said[:, None]).astype(mx.float32)
-
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        raise NotImplementedError("this model always has another beside it")
-
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        return RewindMode.TRIM
-
-    def rewind(self, length: int) -> int:
-        assert length <= self._length
-        self._length = length
-        return length
-
-    def forget(self) -> None:
-        self._length = 0
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    def check(self, length: int) -> None:
-        assert length == self._length
-
-    def close(self) -> None:
-        pass

@@ -526,7 +526,7 @@ def with_parameters_of(test: Callable[..., Any], wrapper: Callable[..., Any]) ->
     functools.update_wrapper(wrapper, test)
     signature = inspect.signature(test)
     fixtures = [each for name, each in signature.parameters.items() if name != "server"]
-    wrapper.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    wrapper.__signature__ = signature.replace(parameters=fixtures)
     return wrapper
 
 
@@ -540,7 +540,7 @@ def watched_streams(server: Served) -> list[tuple[Settings, Any]]:
         seen.append((settings, stream))
         return stream
 
-    server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+    server.simulation.runtime.stream = watch
     return seen
 
 

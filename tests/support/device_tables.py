@@ -1,4 +1,4 @@
-"""Times of forward passes on real devices, for scenarios; see `tests/protocol/test_device_prices.py`."""
+"""Times of forward passes on real devices, for scenarios; see `tests/protocol/test_auto_grid.py`."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def on_every_face(test: Test, *, uvloop: bool = False) -> Callable[..., Any]:
     functools.update_wrapper(run, test)
     names = ["name", *(name for name in signature.parameters if name not in takes)]
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=parameters)
     return sweep("name", ["trio", "asyncio", "threads", *(["uvloop"] if uvloop else [])])(run)
 
 

@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,9 @@ async def texts_and_accepted(
             found[name] = [token.id for token in completion.tokens]
             return found[name]
 
-        async with trio.open_nursery() as nursery:
-            for i, (prompt, settings) in enumerate(zip(PROMPTS, each_settings, strict=True)):
-                nursery.start_soon(partial(generate, f"together {i}", prompt, **settings))
+        requests = list(zip(PROMPTS, each_settings, strict=True))
+        for i, each in enumerate(await rt.generate_many(requests, max_tokens=NUM_TOKENS, ignore_eos=True)):
+            found[f"together {i}"] = [token.id for token in each.tokens]
         await generate("alone", PROMPTS[0])
         answer = await generate("first turn", PROMPTS[1], reuse_prefix=True)
         turn = (*PROMPTS[1], *answer, 5, 6)

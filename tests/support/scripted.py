@@ -274,7 +274,7 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         self.model.fail_if_told("close")
 
     @property
-    def num_bytes(self) -> int:  # type: ignore[override]
+    def num_bytes(self) -> int:
         return self.model.bytes_per_token * len(self.tokens)
 
     @property
@@ -326,9 +326,8 @@ class ScriptedModel(FeedsEach):
     """A model that follows a script.
 
     Attributes:
-        sequences: all sequences that were ever opened.
+        sequences: all that were ever opened.
         misuses: requests to them that no real cache could have satisfied.
-        num_calls: calls of each method that can be told to fail, over all sequences.
     """
 
     def __init__(
@@ -345,15 +344,11 @@ class ScriptedModel(FeedsEach):
         """Create a model.
 
         Args:
-            script: the logits after each history.
-            vocab_size: width of the script's rows.
-            context_length: maximum number of tokens in a sequence.
             undo: which tokens a sequence can drop without a checkpoint.
             keeps_states: whether a sequence that cannot drop tokens can return to a checkpoint.
-            bytes_per_token: the size that sequences report, and that is reserved for them, per token.
-            fails: the calls that raise, for "open", "feed", "check", "close", "reuse" and "copy", counted from 1
-                over all sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its
-                length is wrong.
+            bytes_per_token: the size that sequences report, and that is reserved for them.
+            fails: the calls that raise, counted from 1 over all sequences. A failing check or reuse raises
+                `RewindError`, as a real model's cache does when its length is wrong.
         """
         self.script = script
         self.vocab_size = vocab_size
@@ -382,6 +377,28 @@ class ScriptedModel(FeedsEach):
             raise kind(f"{call} {self.num_calls[call]} failed")
 
 
+class RefusingModel(ScriptedModel):
+    """A model that has no memory for the passes for which `refuses` is true; notes of how many texts these were."""
+
+    def __init__(self, script: Script, refuses: Callable[[Sequence[Feed]], bool], **options: Any) -> None:
+        super().__init__(script, **options)
+        self.refuses = refuses
+        self.failures: list[int] = []
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        if self.refuses(feeds):
+            self.failures.append(len(feeds))
+            raise MemoryError("no room for this one")
+        return feed_each(feeds)
+
+    def abandon_shared(self) -> None:
+        """Empty all open sequences, also those that had no part in the pass, as the rows of a batch."""
+        if self.failures[-1] > 1:  # a text alone is no row of a batch
+            for sequence in self.sequences:
+                if not sequence.is_closed:
+                    sequence.forget()
+
+
 # --- the runtime in simulated time ----------------------------------------------------------------
 
 Price = Callable[[Job[Any]], float]
@@ -398,48 +415,6 @@ PRICES: Mapping[str, float] = {
 }
 
 
-class FailingTogether(ScriptedModel):
-    """A model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
-
-    def __init__(self, script: Script, culprit: int, num_tokens: int) -> None:
-        super().__init__(script)
-        self.culprit, self.num_tokens = culprit, num_tokens
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        for feed in feeds:
-            tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
-            if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-    def abandon_shared(self) -> None:
-        """Also the texts that had no part in the pass, as the rows of a batch."""
-        forget_all(self)
-
-
-class FailingAtDrafts(ScriptedModel):
-    """A model of which every `every`-th pass over drafted tokens fails, whichever tokens these are."""
-
-    def __init__(self, script: Script, every: int, **options: Any) -> None:
-        super().__init__(script, **options)
-        self.every, self.num_passes, self.num_failures = every, 0, 0
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        if any(feed.num_logits > 1 for feed in feeds):
-            self.num_passes += 1
-            if self.num_passes % self.every == 0:
-                self.num_failures += 1
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-
-def forget_all(model: ScriptedModel) -> None:
-    """Empty all sequences that are open, as after a pass in which all of them were rows."""
-    for sequence in model.sequences:
-        if not sequence.is_closed:
-            sequence.forget()
-
-
 def priced(**changes: float) -> Price:
     """The price of each kind of job: from `PRICES`, unless given here."""
     prices = {**PRICES, **changes}
@@ -452,25 +427,15 @@ TOO_LONG = 2e6
 
 @attrs.define
 class HandedJob:
-    """A job that was handed to a worker.
-
-    Attributes:
-        at: when it was handed over, in simulated seconds.
-        done_at: when it was done; None if it was taken back.
-    """
+    """A job, and when it was handed to a worker."""
 
     job: Job[Any]
     at: float
-    done_at: float | None = None
+    done_at: float | None = None  # None if it was taken back
 
 
 class WatchedSessions(dict[int, ActorSession]):
-    """An actor's session states by session id, with a record of past ones.
-
-    Attributes:
-        all_states: every session state, including those of closed sessions.
-        received: the messages that each session state received.
-    """
+    """An actor's session states by session id, with a record of past ones and of the messages that each received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,7 +455,7 @@ class WatchedSessions(dict[int, ActorSession]):
             self.received[session.id].append(message)
             receive(session, message)
 
-        actor._receive = watched  # type: ignore[method-assign]
+        actor._receive = watched
 
 
 def sessions_of(job: Job[Any] | Steps[Any]) -> list[int | None]:
@@ -504,9 +469,7 @@ class ComparingWorker(SimulatedWorker):
     Attributes:
         handed: every job that was handed in and every step that was done, in order.
         runs: the steps that were done in a row, one list per `run_steps` call.
-        num_comparisons: number of comparisons so far.
-        max_ahead: maximum number of tokens that a sequence held beyond the committed text at the time of the hand-over.
-        sessions: the actor's session states.
+        max_ahead: most tokens that a sequence has held beyond the committed text when a job was handed in.
     """
 
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
@@ -526,9 +489,7 @@ class ComparingWorker(SimulatedWorker):
         try:
             result = await super().run(job)
         except JobError:
-            # After a failure in the middle of a job, the contents of the sequence are undefined.
-            for session in sessions_of(job):
-                self._sequences.pop(session, None)
+            self._forget(job)
             raise
         handed.done_at = self.clock()
         opened = result.sequence if isinstance(result, CacheHit) else result
@@ -579,9 +540,9 @@ class ComparingWorker(SimulatedWorker):
             if isinstance(result, Error | Exception):
                 self._sequences.pop(session, None)
 
-    def _forget(self, steps: Steps[Any]) -> None:
+    def _forget(self, job: Job[Any] | Steps[Any]) -> None:
         """After a failure in the middle of a job, the contents of the sequence are undefined."""
-        for session in sessions_of(steps):
+        for session in sessions_of(job):
             self._sequences.pop(session, None)
 
     def _check_session(self, session: int | None) -> tuple[ScriptedSequence | None, int]:
@@ -592,7 +553,6 @@ class ComparingWorker(SimulatedWorker):
         sequence = self._sequences.get(session)
         if sequence is None or sequence.is_lost:
             return None, 0
-        assert session is not None
         session_state = self.sessions[session]
         self._compare(session_state, sequence)
         return sequence, len(session_state.state.committed)
@@ -621,11 +581,7 @@ class LaggingWorker(ComparingWorker):
     def __init__(
         self, actor: Any, price: Price, on_event: Callable[[Event], None], report_delay: Callable[[], float]
     ) -> None:
-        """As `ComparingWorker`, and:
-
-        Args:
-            report_delay: called for each step; the seconds until trio's thread hears of it. Steps arrive in order.
-        """
+        """`report_delay` gives, for each step, the seconds until trio's thread hears of it; steps arrive in order."""
         super().__init__(actor, price, on_event)
         self._report_delay = report_delay
 
@@ -668,14 +624,7 @@ class LaggingWorker(ComparingWorker):
 
 @attrs.define
 class Simulation:
-    """A runtime over scripted models, and a record of everything that happened in it.
-
-    Attributes:
-        runtime: the runtime.
-        target, draft: the models.
-        target_worker, draft_worker: their workers.
-        events: all spans and instants so far.
-    """
+    """A runtime over scripted models, and a record of everything that happened in it."""
 
     runtime: Runtime
     target: ScriptedModel
@@ -704,7 +653,6 @@ class Simulation:
         return [e for e in self.events if isinstance(e, Instant) and e.kind == kind and actor in (None, e.actor)]
 
     def assert_all_closed(self) -> None:
-        """Assert that no sequence is open and that none was misused."""
         for model in (self.target, self.draft):
             if model is not None:
                 assert model.misuses == []
@@ -730,11 +678,9 @@ async def simulated(
     Args:
         target, draft: the models; "ngram" for prompt lookup instead of a draft model.
         price: seconds that a job takes, on either worker.
-        draft_price: seconds that a job takes on the draft worker, if that differs.
-        listener: called with each event.
+        draft_price: the same on the draft worker, if that differs.
         schedule: seed of trio's random choice between tasks that are ready at the same time.
-        report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for
-            no delay.
+        report_delay: see `LaggingWorker`; None for no delay.
         options: others of `running`, such as `make_policy`, `tokenizer` and `max_batch`.
     """
     trio._core._run._r.seed(schedule)
@@ -800,6 +746,11 @@ async def read_into(got: list[int], stream: Any, *, pause: float = 0.0) -> None:
 async def text_of(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[int]:
     """The ids of a whole generated text."""
     return ids((await simulation.runtime.generate(prompt, **settings)).tokens)
+
+
+async def texts_of(simulation: Simulation, prompts: Sequence[Any], **settings: Any) -> list[list[int]]:
+    """The ids of whole texts that are generated beside each other."""
+    return [ids(each.tokens) for each in await simulation.runtime.generate_many(prompts, **settings)]
 
 
 def run(main: Callable[..., Any], *args: Any) -> Any:

@@ -18,6 +18,11 @@ from actors.model import FeedsEach
 
 VOCAB_SIZE = 64
 
+# Concentration of the Beta distribution of the draft's confidence; small for a draft that knows when it is right.
+SPREAD = 1.3
+# Probability that its second choice is right where its first is wrong.
+SECOND_CHOICE = 0.45
+
 # One token, so that no prefill comes before the first round.
 PROMPT = (0,)
 
@@ -45,12 +50,12 @@ def _draw(history: int, purpose: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def _beta_draws(mean: float, spread: float) -> tuple[float, ...]:
+def _beta_draws(mean: float) -> tuple[float, ...]:
     """A table of draws from a Beta distribution; with a mean of 0 or 1, every draw equals the mean."""
     if mean in (0.0, 1.0):
         return (float(mean),) * _NUM_PROBS
     draws = random.Random(0)
-    return tuple(draws.betavariate(mean * spread, (1.0 - mean) * spread) for _ in range(_NUM_PROBS))
+    return tuple(draws.betavariate(mean * SPREAD, (1.0 - mean) * SPREAD) for _ in range(_NUM_PROBS))
 
 
 class _Sequence(ScriptedSequence):
@@ -100,7 +105,7 @@ class ScriptedTarget(FeedsEach):
 
 
 class ScriptedDraft(FeedsEach):
-    """A draft that is right as often as its probabilities say, unless the scenario makes it overconfident."""
+    """A draft that is right as often as its probabilities say, unless it has read hidden states of its own."""
 
     vocab_size = VOCAB_SIZE
     context_length = None
@@ -109,7 +114,7 @@ class ScriptedDraft(FeedsEach):
         self._scenario = scenario
         self._changes_at = [len(PROMPT) + token for token, _ in scenario.acceptance_changes]
         means = (scenario.acceptance, *(acceptance for _, acceptance in scenario.acceptance_changes))
-        self._probs = [_beta_draws(mean, scenario.spread) for mean in means]
+        self._probs = [_beta_draws(mean) for mean in means]
         self._is_trained = scenario.stale_acceptance is not None
 
     def open_sequence(self, *, beside_another: bool) -> _Sequence:
@@ -120,7 +125,7 @@ class ScriptedDraft(FeedsEach):
         luck = _draw(history, _LUCK)
         prob = self._probs[bisect_right(self._changes_at, length)][luck % _NUM_PROBS]
         # The second choice is never likelier than the first.
-        second_prob = min((1.0 - prob) * self._scenario.second_choice, prob)
+        second_prob = min((1.0 - prob) * SECOND_CHOICE, prob)
         share = self._scenario.relative_acceptance(staleness)
         first, second = self._choices(history, luck, share * prob, share * second_prob)
         row = [self._logit((1.0 - prob - second_prob) / (VOCAB_SIZE - 2))] * VOCAB_SIZE
@@ -143,4 +148,4 @@ class ScriptedDraft(FeedsEach):
         return (other, truth) if drawn < prob + second_prob else (other, another)
 
     def _logit(self, prob: float) -> float:
-        return (1.0 + self._scenario.overconfidence) * math.log(max(prob, _MIN_PROB))
+        return math.log(max(prob, _MIN_PROB))

@@ -131,7 +131,7 @@ class SimulatedWorker:
         async with self._lock:
             result = await self._run_one(job)
         self._announce(job, job.round)
-        return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
+        return as_job_error(job, result).unwrap()
 
     async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
         """As `Worker.run_steps`; `Steps.on_step` is called before the next step begins."""

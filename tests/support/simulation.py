@@ -11,7 +11,6 @@ of the target, whose time is that of all its rows: padding is computed, too.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
@@ -87,7 +86,7 @@ async def simulated_runtime(
             yield runtime
 
 
-def rows_of(job: Job[Any] | Span) -> int:
+def rows_of(job: Job[Any]) -> int:
     """Rows that a pass computes: texts that share it are padded to the widest of them, and padding costs as much."""
     if not job.shares:
         return job.num_tokens
@@ -135,32 +134,13 @@ def run_simulation(
 
 @attrs.frozen
 class SimulatedStreams:
-    """The result of several streams in one scenario. Times are in units of T_v(1).
-
-    Attributes:
-        target_busy, draft_busy: fraction of that time in which the model was at work.
-    """
+    """The result of several streams in one scenario. Times are in units of T_v(1)."""
 
     speed: float  # tokens of all streams per T_v(1), from the call to the last token of all
     steady_speed: float  # the same up to the end of the stream that ends first: while all are at work
     seconds: float  # simulated time from the call to the last token of all
-    longest_wait: float  # longest time between two tokens of a stream
-    texts_per_pass: float  # mean number of streams in a pass of the target
-    rows_per_pass: float  # mean number of rows that a pass of the target computes, padding included
-    target_busy: float
-    draft_busy: float
+    busy_seconds: dict[str, float]  # of each model
     statistics: tuple[Statistics, ...]  # those of the streams, in the order in which they ended
-
-    @property
-    def proposal(self) -> float:
-        """Mean number of tokens proposed for a round."""
-        return sum(each.proposed for each in self.statistics) / sum(each.rounds for each in self.statistics)
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted tokens of all streams over proposed ones; None if nothing was proposed."""
-        proposed = sum(each.proposed for each in self.statistics)
-        return sum(each.accepted for each in self.statistics) / proposed if proposed else None
 
 
 def simulate_streams(
@@ -174,13 +154,9 @@ def simulate_streams(
 ) -> SimulatedStreams:
     """Generate several texts on one runtime in simulated time, in a trio event loop of its own.
 
-    Each stream has its own one-token prompt, so that its text and drafts have nothing in common with those of the
-    others. The result depends on the arguments alone.
-
-    Args:
-        num_streams: number of texts, in [1, 64].
-        max_batch: most streams that share one pass of the target, in [1, 32]; 1 has them take turns.
-        at_once: True starts all streams together; False starts each when the one before has ended.
+    Each stream, of at most 64, has its own one-token prompt, so that its text and drafts have nothing in common with
+    those of the others. If not all are `at_once`, each starts when the one before has ended. The result depends on the
+    arguments alone.
     """
     events, heard, settings = Events(), list[Event](), Settings(max_tokens=num_tokens, lookahead=lookahead)
     token_times: list[list[float]] = [[] for _ in range(num_streams)]
@@ -208,21 +184,15 @@ def simulate_streams(
     with _seeded_scheduler():
         began, ended = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     spans = [event for event in heard if isinstance(event, Span)]
-    passes = [span for span in spans if span.kind in ("verify", "decode")]
     busy_seconds = {
         actor: sum(span.ended - span.began for span in spans if span.actor == actor) for actor in ("target", "draft")
     }
     seconds, first_end = ended - began, min(times[-1] for times in token_times)
-    waits = (b - a for times in token_times for a, b in itertools.pairwise(times))
     return SimulatedStreams(
         speed=sum(map(len, token_times)) / seconds,
         steady_speed=sum(at <= first_end for times in token_times for at in times) / (first_end - began),
         seconds=seconds,
-        longest_wait=max(waits, default=0.0),
-        texts_per_pass=sum(max(1, len(span.shares)) for span in passes) / len(passes),
-        rows_per_pass=sum(map(rows_of, passes)) / len(passes),
-        target_busy=busy_seconds["target"] / seconds,
-        draft_busy=busy_seconds["draft"] / seconds,
+        busy_seconds=busy_seconds,
         statistics=tuple(statistics),
     )
 

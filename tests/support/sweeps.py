@@ -75,7 +75,7 @@ def sweep(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Test], 
         signature = inspect.signature(test)
         fixtures = [each for name, each in signature.parameters.items() if name not in arguments]
         fixtures.append(inspect.Parameter(group, inspect.Parameter.KEYWORD_ONLY))
-        swept.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        swept.__signature__ = signature.replace(parameters=fixtures)
         params = [
             pytest.param(each, marks=marks, id="-".join(mark.name for mark in marks) or "all")
             for marks, each in groups.values()

@@ -10,15 +10,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import trio
 import trio.testing
 from scenario import Scenario
-from scripted_sequence import ReadsFeatures, RecordsEmptyFeatures, ScriptedSequence
 from simulation import simulated_runtime
+from trained_scripts import RecordingTarget, TrainedDraft
 
-from actors.model import FeedsEach
 from runtime.bench.acceptance_trace import TracedText
 from runtime.engine.events import Events
 
@@ -65,82 +64,50 @@ class Texts:
         return max(found, key=lambda text: len(text.prompt), default=None)
 
 
-class _Sequence(ScriptedSequence):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._model = model
-
-    def row(self, length: int) -> Sequence[float]:
-        return self._model.row(self.tokens[:length], self.staleness_at(length))
-
-
-class _RecordingSequence(RecordsEmptyFeatures, _Sequence):
-    pass
-
-
-class _TrainedSequence(ReadsFeatures, _Sequence):
-    pass
-
-
-class _TracedModel(FeedsEach):
-    context_length = None
-    sequence: type[_Sequence]
-
-    def __init__(self, texts: Texts) -> None:
-        self._texts, self.vocab_size = texts, texts.vocab_size
-
-    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
-        return self.sequence(self)
-
-
-class TracedTarget(_TracedModel):
+def traced_target(texts: Texts) -> RecordingTarget:
     """Writes each text after its prompt."""
 
-    sequence = _RecordingSequence
-    records_features = True
-
-    def row(self, tokens: Sequence[int], staleness: int) -> list[float]:
-        row, text = [0.0] * self.vocab_size, self._texts.of(tokens)
+    def row(tokens: Sequence[int]) -> list[float]:
+        row, text = [0.0] * texts.vocab_size, texts.of(tokens)
         at = -1 if text is None else len(tokens) - len(text.prompt)
         row[WRONG if text is None or not 0 <= at < len(text.text) else text.text[at]] = 10.0
         return row
 
+    return RecordingTarget(row, vocab_size=texts.vocab_size)
 
-class TracedDraft(_TracedModel):
+
+def traced_draft(texts: Texts) -> TrainedDraft:
     """Says what the traced drafter said, with as many hidden states of its own."""
 
-    sequence = _TrainedSequence
-
-    def row(self, tokens: Sequence[int], staleness: int) -> list[float]:
-        token, sure = self._said(tokens, staleness)
-        other = math.log(max(1.0 - sure, 1e-9) / (self.vocab_size - 1))
-        row = [other] * self.vocab_size
+    def row(tokens: Sequence[int], staleness: int) -> list[float]:
+        token, sure = said(texts.of(tokens), tokens, staleness)
+        other = math.log(max(1.0 - sure, 1e-9) / (texts.vocab_size - 1))
+        row = [other] * texts.vocab_size
         row[token] = max(math.log(max(sure, 1e-9)), other + 1e-3)
         return row
 
-    def _said(self, tokens: Sequence[int], staleness: int) -> tuple[int, float]:
-        text = self._texts.of(tokens)
-        if text is None:
-            return UNKNOWN
-        at = len(tokens) - len(text.prompt)
-        written = tokens[len(text.prompt) :]
-        agreed = next((i for i, (one, other) in enumerate(zip(written, text.text, strict=False)) if one != other), at)
-        begin = max(0, min(agreed, at - staleness, len(text.text) - 1))
-        chain = text.drafts[begin]
-        if at - begin >= len(chain):
-            begin, chain = agreed, text.drafts[agreed] if agreed < len(text.text) else ()
-        return chain[at - begin] if 0 <= at - begin < len(chain) else UNKNOWN
+    return TrainedDraft(row, vocab_size=texts.vocab_size)
+
+
+def said(text: TracedText | None, tokens: Sequence[int], staleness: int) -> tuple[int, float]:
+    """The token that follows in a text, as the drafter said, and how sure it was of it."""
+    if text is None:
+        return UNKNOWN
+    at = len(tokens) - len(text.prompt)
+    written = tokens[len(text.prompt) :]
+    agreed = next((i for i, (one, other) in enumerate(zip(written, text.text, strict=False)) if one != other), at)
+    begin = max(0, min(agreed, at - staleness, len(text.text) - 1))
+    chain = text.drafts[begin]
+    if at - begin >= len(chain):
+        begin, chain = agreed, text.drafts[agreed] if agreed < len(text.text) else ()
+    return chain[at - begin] if 0 <= at - begin < len(chain) else UNKNOWN
 
 
 def replay(texts: Texts, scenario: Scenario, lookahead: int | Literal["auto"]) -> float:
-    """Replay a trace, one text after another on one runtime, with the prices of a scenario. Prompts take no time. Needs
-    no event loop.
-
-    Returns: tokens per T_v(1); plain decoding has 1.
-    """
+    """Tokens per T_v(1), of which plain decoding has 1, when texts are generated one after another in a scenario."""
 
     async def main() -> float:
-        pair = TracedTarget(texts), TracedDraft(texts)
+        pair = traced_target(texts), traced_draft(texts)
         async with simulated_runtime(scenario, Events(), pair=pair, prompts_are_free=True) as runtime:
             began = trio.current_time()
             for text in texts.texts:

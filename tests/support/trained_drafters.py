@@ -158,7 +158,7 @@ def write_gemma4(folder: Path, _target: Any = None, *, vocab_size: int = VOCAB_S
 
 def expected_of(case: Path) -> dict[str, mx.array]:
     """What a case of `tests/trained` expects, by name."""
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))
     return expected
 
 
@@ -191,7 +191,7 @@ def mtp_target(case: Path, **changes: Any) -> Any:
 def mtp_target_of(case: Path) -> Any:
     """A target of the family, with the embedding, final norm and head of the case; its layers are random."""
     target = mtp_target(case)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     shared = {
         name: value
         for name, value in weights.items()

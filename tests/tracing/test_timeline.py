@@ -296,7 +296,7 @@ def eventful() -> list[Event]:
         Span("target", "decode", 0, 5.5, 6.5, 1, 3),
         round_over(6.5, 3),
         Instant("target", "rejoin", 0, 6.5, 4),
-        Instant("target", "constructor", 0, 6.75, 4),  # type: ignore[arg-type]
+        Instant("target", "constructor", 0, 6.75, 4),
         Span("target", "verify", 0, 7.0, 8.0, 1, 4),
         round_over(8.0, 4, finish_reason="length"),
         Instant("target", "finish", 0, 8.0, 5),
@@ -347,7 +347,7 @@ async def test_while_texts_are_made_other_tasks_have_their_turn(long):
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(take_turns)
-        await texts_of(long, Words())  # type: ignore[arg-type]
+        await texts_of(long, Words())
         nursery.cancel_scope.cancel()
     assert turns >= 2 * LONG // TOKENS_PER_CHECKPOINT
 
@@ -389,7 +389,7 @@ def nasty() -> list[Event]:
         Instant("draft", "proposal", 0, 1.0, 0, 1, (0,)),
         Span("target", "verify", 0, 1.0, 2.0, 2, 0),
         Instant("target", "verdict", 0, 2.0, 0, 1, commit=commit),
-        Instant("draft", "<img src=x onerror=alert(1)>", 0, 2.0),  # type: ignore[arg-type]
+        Instant("draft", "<img src=x onerror=alert(1)>", 0, 2.0),
     ]
 
 
@@ -417,7 +417,6 @@ def test_the_page_asks_nothing_of_any_network():
         re.search(r"(https?:)?//[a-z]|url\(|@import|\ssrc\s*=|\shref\s*=|fetch\(|XMLHttpRequest|import\(", page) is None
     )
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None
     assert policy[1].startswith("default-src 'none';")
 
 

@@ -18,6 +18,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from command_line import ran
+from completions import open_and_close
 from models import greedy, llama, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, priced, run, simulated, text_of, truthful
 from sweeps import sweep
@@ -235,7 +236,7 @@ def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(e
 
 
 def test_a_kind_that_nobody_has_heard_of_is_written_like_any_other():
-    entries = json.loads(written([Instant("draft", "daydream", 3, 1.5, round=7, num_tokens=2)]))  # type: ignore[arg-type]
+    entries = json.loads(written([Instant("draft", "daydream", 3, 1.5, round=7, num_tokens=2)]))
     (shown,) = of(entries, "i")
     assert (shown["name"], shown["tid"], shown["args"]) == ("daydream", DRAFT, {"session": 3, "round": 7, "tokens": 2})
 
@@ -303,7 +304,6 @@ async def test_a_path_gets_the_trace(tmp_path):
 def text_on(page: Path) -> str:
     """The generated text of all streams on a timeline page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
-    assert found is not None
     rounds = [round for session in json.loads(found[1])["sessions"] for round in session["rounds"]]
     return "".join(piece for round in rounds for piece, _, _ in round.get("tokens", ()))
 
@@ -376,8 +376,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_a_whole_trace(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(runtime.ModelError):
-        async with runtime.open(tmp_path / "model", trace=tmp_path / "trace.json"):
-            raise AssertionError("it was opened")
+        await open_and_close(tmp_path / "model", trace=tmp_path / "trace.json")
     assert of(whole(tmp_path / "trace.json"), "X", "load")
 
 
@@ -395,16 +394,14 @@ async def test_a_path_that_cannot_be_written_is_a_settings_error_before_any_mode
     # Opening this model would raise a ModelError.
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(runtime.SettingsError, match=reason) as refusal:
-        async with runtime.open(tmp_path, trace=path):
-            raise AssertionError("it was opened")
+        await open_and_close(tmp_path, trace=path)
     assert "directory that exists" in str(refusal.value)
 
 
 @sweep("trace", [7, b"trace.json", ["trace.json"], True])
 async def test_what_is_neither_a_function_nor_a_path_is_a_settings_error(trace):
     with pytest.raises(runtime.SettingsError, match="a function of one event or the path of a file"):
-        async with runtime.open((target(), None), trace=trace):
-            raise AssertionError("it was opened")
+        await open_and_close((target(), None), trace=trace)
 
 
 # --- recorders ------------------------------------------------------------------------------------

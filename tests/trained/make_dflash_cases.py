@@ -8,7 +8,6 @@ Speculators' layers, too; embedding, attention mask and head follow `dflash/mode
 https://github.com/z-lab/dflash.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import json

@@ -6,7 +6,6 @@
 Neither is needed to run the test.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import json

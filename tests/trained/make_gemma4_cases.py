@@ -6,7 +6,6 @@
 mlx-vlm is not needed to run the test.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import json

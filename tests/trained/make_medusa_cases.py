@@ -7,7 +7,6 @@ None is needed to run the test. The definition: `MedusaModel` in https://github.
 is a sequence of residual blocks, x + SiLU(W x + b), and a linear layer without a bias.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import json

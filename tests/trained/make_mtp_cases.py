@@ -9,7 +9,6 @@ in https://github.com/vllm-project/vllm. One thing differs: vLLM sets the embedd
 0 to zero, and the models were not trained so.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import json

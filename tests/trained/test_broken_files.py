@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE, build
+from completions import open_and_close
 from sweeps import sweep
 from trained_drafters import KINDS, make, write_dflash, write_eagle3
 
-import runtime
 from actors.trained.drafter_files import check_named_target
 from actors.trained.drafter_model import TrainedDrafter
 from protocol.errors import ModelError
@@ -150,7 +150,7 @@ def test_what_is_wrong_is_said(kind: str, change: Break, said: str, tmp_path: Pa
     target = make(kind, tmp_path, vocab_size=VOCAB_SIZE)
     config = json.loads((tmp_path / "config.json").read_text())
     [file] = tmp_path.glob("*.safetensors")
-    weights: Weights = mx.load(str(file))  # type: ignore[assignment]
+    weights: Weights = mx.load(str(file))
     mx.eval(weights)
     change(config, weights)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -213,8 +213,7 @@ async def test_a_target_of_another_kind_is_refused(write: Any, tmp_path: Path) -
     write(tmp_path, built, **naming("Qwen3ForCausalLM", name="Qwen/Qwen3-8B"))
     said = r"target of the kind Qwen3ForCausalLM \(Qwen/Qwen3-8B\), and this one is a llama"
     with pytest.raises(ModelError, match=said):
-        async with runtime.open((built, None), tmp_path):
-            raise AssertionError("should not be reached")
+        await open_and_close((built, None), tmp_path)
 
 
 async def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
@@ -230,5 +229,4 @@ async def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
         of_target = {"architectures": ["DFlashDraftModel"], "num_target_layers": num_layers}
         (tmp_path / "config.json").write_text(json.dumps(layer | authors | of_target))
         with pytest.raises(ModelError, match=said):
-            async with runtime.open((built, None), tmp_path):
-                raise AssertionError("should not be reached")
+            await open_and_close((built, None), tmp_path)

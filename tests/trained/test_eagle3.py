@@ -45,7 +45,7 @@ def test_the_logits_after_a_text_are_those_of_the_torch_classes(case: Path) -> N
     expected = expected_of(case)
     num_parallel, num_tokens = loaded.model.config.num_parallel, len(expected["tokens"])
     assert num_parallel == (NUM_STEPS - 1 if case.parent.name == "peagle" else 0)
-    text: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
+    text: tuple[int, ...] = (0, *expected["tokens"].tolist())
     reader = Eagle3Reader(loaded)
     sequence = DepthSequence(ModulePass.each([reader]), reader.masks)
     for begin in range(num_tokens):
@@ -53,7 +53,6 @@ def test_the_logits_after_a_text_are_those_of_the_torch_classes(case: Path) -> N
         sequence.rewind(min(sequence.length, begin + 1))
         for step in range(min(NUM_STEPS, num_tokens - begin)):
             logits = sequence.feed(text[sequence.length : begin + 2 + step], 1)
-            assert logits is not None
             found = logits[-1][loaded.target_ids]
             assert mx.allclose(found, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
             assert int(mx.isfinite(logits[-1]).sum()) == 40
@@ -75,7 +74,7 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
         "rope_theta": rope["rope_theta"],
     }
     (tmp_path / "config.json").write_text(json.dumps(authors))
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
     renamed["t2d"] = mx.ones((96,), mx.bool_)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
@@ -85,7 +84,6 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
     assert mx.allclose(first, expected["logits0"][4], rtol=1e-4, atol=1e-4)
     # They name no layers.
     assert loaded.model.config.feature_layers_of(32) == (2, 16, 29)
-    assert loaded.target_ids is not None
     assert mx.array_equal(loaded.target_ids, mx.arange(40) + weights["d2t"])
 
 
@@ -122,7 +120,7 @@ def test_layers_are_those_that_the_files_origin_means(named: dict[str, Any], ent
 def test_what_the_head_reads_is_read_without_a_projection(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "llama")
     (tmp_path / "config.json").write_text(json.dumps(config_of(case, eagle_config={"use_aux_hidden_state": False})))
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     projection = weights.pop("fc.weight")
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     loaded = load_eagle3(DrafterFiles.read(tmp_path))

@@ -147,7 +147,6 @@ def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
         sequences.pop(0).close()
         for i, sequence in enumerate(sequences):
             taken = sequence.features.take(sequence.length)
-            assert taken is not None
             assert taken.start == 3
             assert mx.allclose(taken.values, recorded(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)
             sequence.close()

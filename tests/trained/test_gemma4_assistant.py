@@ -37,7 +37,7 @@ class Case(Gemma4AssistantReader):
             lambda tokens: self.expected["embedding"][tokens] * scale,
             lambda hidden: hidden,
         )
-        self.tokens: list[int] = self.expected["tokens"].tolist()  # type: ignore[assignment]
+        self.tokens: list[int] = self.expected["tokens"].tolist()
 
     def features(self, begin: int, end: int) -> mx.array:
         """(end - begin, 1): which positions they are of."""
@@ -90,7 +90,6 @@ def test_a_text_gives_them_after_whatever_was_drafted_before(folder: Path, seed:
         keep = min(sequence.length, num_read)
         assert sequence.rewind(keep) == keep
         logits = sequence.feed(tokens[keep : num_read + 1], num_read + 1 - keep)
-        assert logits is not None
         case.check(logits[-1], num_read, 0)
         for step in range(1, NUM_STEPS):
             for other in (draws.randrange(96), tokens[num_read + step]):
@@ -133,8 +132,6 @@ def test_what_it_has_read_before_changes_nothing(folder: Path, seed: int) -> Non
             anew = Gemma4AssistantSequence(case)
             anew.give(0, rows)
             expected = anew.feed((*text, *beyond), 1)
-            assert found is not None
-            assert expected is not None
             assert mx.array_equal(mx.isfinite(found), mx.isfinite(expected))
             assert mx.allclose(found, expected, atol=1e-4)
     sequence.close()
@@ -143,7 +140,6 @@ def test_what_it_has_read_before_changes_nothing(folder: Path, seed: int) -> Non
 def test_nothing_is_drafted_without_features() -> None:
     sequence = Gemma4AssistantSequence(Case(CASES[0]))
     logits = sequence.feed((1, 2, 3), 2)
-    assert logits is not None
     assert not logits.any()
 
 
@@ -151,7 +147,7 @@ def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin() 
     case = Case(next(folder for folder in CASES if folder.name == "ordered"))
     sequence = Gemma4AssistantSequence(case)
     sequence.give(3, case.features(3, NUM_TOKENS))
-    [before, *logits] = sequence.feed(tuple(case.tokens[: NUM_TOKENS + 1]), NUM_TOKENS - 2)  # type: ignore[misc]
+    [before, *logits] = sequence.feed(tuple(case.tokens[: NUM_TOKENS + 1]), NUM_TOKENS - 2)
     assert not before.any()
     cache = case.make_cache()
     case.read_context(case.features(3, NUM_TOKENS), 3, cache)
@@ -162,7 +158,7 @@ def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin() 
 
 def test_an_untied_head_is_read_instead_of_the_embedding(tmp_path: Path) -> None:
     [tied, untied] = (write_gemma4(tmp_path / name) for name in ("tied", "untied"))
-    weights: dict[str, mx.array] = mx.load(str(untied / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(untied / "model.safetensors"))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = mx.zeros((3, 3))
     mx.save_safetensors(
@@ -195,7 +191,6 @@ def test_keys_and_values_are_those_in_the_targets_caches(name: str, are_rows: bo
             for text, sequence, length in zip(texts, drafted, lengths, strict=True):
                 text.rewind(length)
                 taken = text.features.take(length)
-                assert taken is not None
                 sequence.give(taken.start, taken.values)
                 sequence.feed((), 0)
         for text, sequence in zip(texts, drafted, strict=True):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import trio
 from architectures import VOCAB_SIZE, build
+from completions import open_and_close
 from distributions import SIGNIFICANCE, pooled_p_value, random_price
 from drafted_runtime import (
     NUM_TOKENS,
@@ -96,19 +97,11 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
 
     async def sample() -> list[runtime.Token]:
         asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
-        found: dict[int, list[runtime.Token]] = {}
+        requests = [(prompt, {"seed": seed}) for seed in range(num_sessions)]
         async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
-
-            async def generate(seed: int) -> None:
-                completion = await rt.generate(prompt, lookahead=2, acceptance="rejection", seed=seed, **asked)
-                found[seed] = completion.tokens
-
-            for first in range(0, num_sessions, 8):
-                async with trio.open_nursery() as nursery:
-                    for seed in range(first, first + 8):
-                        nursery.start_soon(generate, seed)
+            found = await rt.generate_many(requests, max_concurrent=8, lookahead=2, acceptance="rejection", **asked)
             assert (rt.statistics().rows_per_pass or 0) > 1
-        return list(found.values())
+        return [each.tokens for each in found]
 
     tokens = run(sample)
     after: dict[tuple[int, ...], Counter[int]] = {}
@@ -185,8 +178,7 @@ async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
         sequence = drafter.open_sequence(beside_another=False)
         sequence.give(0, features[: position - 1])
         logits = sequence.feed((*text[:position], *tokens[:-1]), len(tokens))
-        assert logits is not None
-        assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())  # type: ignore[arg-type]
+        assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())
 
 
 async def test_open_takes_a_folder(tmp_path: Path) -> None:
@@ -223,15 +215,13 @@ async def test_another_target_is_refused_with_what_differs(
     target = make(kind, tmp_path / "its")
     make(kind, tmp_path / "other", **changes)
     with pytest.raises(runtime.ModelError, match=said):
-        async with runtime.open((target, None), tmp_path / "other"):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), tmp_path / "other")
 
 
 async def test_an_embedding_without_some_of_the_targets_ids_is_refused(tmp_path: Path) -> None:
     target = make("mtp_deep", tmp_path, family="step3p5_deep", vocab_size=64)
     with pytest.raises(runtime.ModelError, match=r"the embedding of draft .* has 48 ids, and its target 64"):
-        async with runtime.open((target, None), tmp_path):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), tmp_path)
 
 
 @sweep(
@@ -249,8 +239,7 @@ async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(
 ) -> None:
     make("gemma4", tmp_path)
     with pytest.raises(runtime.ModelError, match=said):
-        async with runtime.open((build(family, **changes), None), tmp_path):
-            raise AssertionError("should not be reached")
+        await open_and_close((build(family, **changes), None), tmp_path)
 
 
 # --- variants of EAGLE-3 --------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_the_logits_are_those_of_the_authors_definition(case: Path) -> None:
 
 def test_whole_models_with_heads_are_read_too(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "one_block")
-    weights: dict[str, mx.array] = mx.load(str(case / "medusa_lm_head.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "medusa_lm_head.safetensors"))
     whole = {f"medusa_head.{name}": value for name, value in weights.items()} | {"model.norm.weight": mx.ones(16)}
     mx.save_safetensors(str(tmp_path / "model-00001.safetensors"), whole)
     shutil.copy(case / "config.json", tmp_path)
@@ -90,18 +90,15 @@ def test_each_position_is_drafted_by_its_head_on_the_last_features(heads: Medusa
     assert sequence.foreseen == 13
     logits = sequence.feed(tuple(range(10)), 1)
     for i, head in enumerate(heads.heads):
-        assert logits is not None
         assert mx.allclose(logits, head(2 * FEATURES[8:9]))
         logits = sequence.feed_lazy(mx.array([7])) if i % 2 else sequence.feed((7,), 1)
     # Nothing is foreseen further on.
-    assert logits is not None
     assert not logits.any()
     sequence.check(13)
     assert sequence.rewind(11) == 11
     sequence.give(9, FEATURES[9:12])
     assert sequence.foreseen == 16
     logits = sequence.feed((1, 2), 1)
-    assert logits is not None
     assert mx.allclose(logits, heads.heads[0](2 * FEATURES[11:12]))
     with pytest.raises(RewindError, match="asked to rewind to 14"):
         sequence.rewind(14)
@@ -118,7 +115,6 @@ def test_several_rows_at_once_are_those_of_one_at_a_time(heads: Medusa, chunks: 
         begin += size
     sequence.feed((0,) * 70, 0)
     together = sequence.feed((0,) * 24, 24)
-    assert together is not None
     for i, row in enumerate(together):
         # After the token at position 70 + i; the last features are those of position 89.
         position = min(69 + i, 89)

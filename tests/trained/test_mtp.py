@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import build
+from completions import open_and_close
 from drafted_runtime import check_greedy
 from mlx.utils import tree_flatten
 from models import draw_weights, save
@@ -37,7 +38,7 @@ def test_the_logits_are_those_of_the_torch_layers_alone_or_in_a_chain(case: Path
     expected = expected_of(case)
     num_steps, num_tokens, _ = expected["logits"].shape
     assert num_steps == 2 + len(readers)
-    tokens: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
+    tokens: tuple[int, ...] = (0, *expected["tokens"].tolist())
     sequence = DepthSequence(ModulePass.each(readers))
     for begin in range(num_tokens):
         sequence.give(begin, expected["features"][begin : begin + 1])
@@ -131,7 +132,7 @@ def test_a_folder_of_its_own_is_read_as_mlx_vlm_writes_it(
 def test_norms_that_lack_one_are_told_from_those_that_have_it(tmp_path: Path) -> None:
     case = case_of("qwen3_5")
     target = mtp_target_of(case)
-    original: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    original: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     norms = {name for name, value in original.items() if value.ndim == 1 and name.startswith("mtp.")}
     assert len(norms) == 7
     model = load_mtp(case, target)
@@ -143,7 +144,7 @@ def test_norms_that_lack_one_are_told_from_those_that_have_it(tmp_path: Path) ->
 def test_experts_one_by_one_are_read_where_the_class_expects_them_together(tmp_path: Path) -> None:
     case = case_of("qwen3_5_moe")
     target = mtp_target_of(case)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     before = "mtp.layers.0.mlp.experts."
     gate_up, down = weights.pop(before + "gate_up_proj"), weights.pop(before + "down_proj")
     for expert in range(gate_up.shape[0]):
@@ -172,7 +173,7 @@ def test_further_layers_that_nobody_chains_are_left_out_or_refused(
 ) -> None:
     case = case_of(name)
     target = mtp_target_of(case)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     more = {key.replace(first, second): value for key, value in weights.items() if key.startswith(first)}
     folder = write_mtp(tmp_path, case, weights | more)
     if name == "mimo":
@@ -197,8 +198,7 @@ async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> 
         assert is_quantized(rt._draft.model.module)
         await check_greedy(rt, target, [2])
     with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):
-        async with runtime.open(folder, runtime.ModelSpec("mtp", adapter_path="adapter")):
-            raise AssertionError("should not be reached")
+        await open_and_close(folder, runtime.ModelSpec("mtp", adapter_path="adapter"))
 
 
 @sweep("case", CASES)
@@ -212,5 +212,4 @@ def test_a_layer_is_found_by_the_names_of_weights(case: Path) -> None:
 
 async def test_a_target_without_files_has_no_layer_in_them() -> None:
     with pytest.raises(ModelError, match="the target was given as a model; give the folder"):
-        async with runtime.open((mtp_target_of(case_of("mimo")), None), "mtp"):
-            raise AssertionError("should not be reached")
+        await open_and_close((mtp_target_of(case_of("mimo")), None), "mtp")

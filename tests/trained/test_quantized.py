@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE
+from completions import open_and_close
 from models import greedy
 from sweeps import sweep
 from trained_drafters import KINDS, make
@@ -41,7 +42,7 @@ def write_quantized(folder: Path, to: Path, formats: tuple[dict[str, Any], ...])
     for file in folder.glob("*.safetensors"):
         packed: dict[str, mx.array] = {}
         values: dict[str, mx.array] = {}
-        weights: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
+        weights: dict[str, mx.array] = mx.load(str(file))
         # Experts are in one array.
         layers = list(dict.fromkeys(re.sub(r"experts\.\d+", "experts", name) for name in weights))
         for name, value in weights.items():
@@ -108,25 +109,22 @@ async def test_one_that_is_quantised_is_not_quantised_again(tmp_path: Path) -> N
     target = make("eagle3", tmp_path / "whole")
     folder, _ = write_quantized(tmp_path / "whole", tmp_path, FORMATS["4 bits"])
     with pytest.raises(runtime.ModelError, match="its weights are quantised already; leave quantize out"):
-        async with runtime.open((target, None), runtime.ModelSpec(folder, quantize=4)):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), runtime.ModelSpec(folder, quantize=4))
 
 
 async def test_a_quantisation_that_is_not_mlxs_is_named(tmp_path: Path) -> None:
     target = make("eagle3", tmp_path)
     file = str(tmp_path / "model.safetensors")
-    weights: dict[str, mx.array] = mx.load(file)  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(file)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(file, weights | {"fc.weight_scale": mx.ones(1)})
     with pytest.raises(runtime.ModelError, match=r"quantised in a way that MLX does not have \(fp8\)"):
-        async with runtime.open((target, None), tmp_path):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), tmp_path)
 
 
 @sweep("options", [{"adapter_path": "adapter"}, {"model_config": {"rope_theta": 1e6}}])
 async def test_what_only_a_language_model_has_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     target = make("eagle3", tmp_path)
     with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):
-        async with runtime.open((target, None), runtime.ModelSpec(tmp_path, **options)):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), runtime.ModelSpec(tmp_path, **options))

@@ -214,7 +214,7 @@ async def test_a_file_that_is_broken_in_this_part_changes_nothing(tmp_path: Path
                     continue
                 broken = tmp_path / "broken"
                 broken.write_bytes(file.read_bytes())
-                rewritten(broken, lambda content, change=change: change(content["draft"]["line"]))  # type: ignore[misc]
+                rewritten(broken, lambda content, change=change: change(content["draft"]["line"]))
                 with pytest.raises(runtime.SessionFileError, match="does not fit"):
                     await load_text(rt, broken)
                 assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache)) == (0, 0), name
@@ -261,7 +261,7 @@ async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(kin
         in_memory = await proposed(rt, proposals, longer)
     async with noted(folder, target, prefix_cache_dir=disk) as (rt, proposals):
         for actor in (rt._target, rt._draft):
-            await until_in_trio(lambda actor=actor: actor.prefix_cache.store._stored != {})  # type: ignore[misc]
+            await until_in_trio(lambda actor=actor: actor.prefix_cache.store._stored != {})
         # The beginning of what is stored.
         from_disk = await proposed(rt, proposals, longer)
     num_cached = len(prompt) + NUM_TOKENS - 1

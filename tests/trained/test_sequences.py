@@ -25,7 +25,7 @@ from protocol.errors import RewindError
 from protocol.messages import Features
 
 NUM_TOKENS = 40
-TOKENS = tuple(mx.random.randint(0, 40, (NUM_TOKENS,), key=mx.random.key(1)).tolist())  # type: ignore[arg-type]
+TOKENS = tuple(mx.random.randint(0, 40, (NUM_TOKENS,), key=mx.random.key(1)).tolist())
 ALL_FEATURES = mx.random.normal((NUM_TOKENS, 96), key=mx.random.key(2))
 
 
@@ -50,7 +50,6 @@ class Subject:
         sequence = self.sequence()
         sequence.give(begin, features)
         logits = sequence.feed(tokens, 1)
-        assert logits is not None
         return logits[0]
 
 
@@ -158,7 +157,6 @@ def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(
     sequence.give(0, depths.features[:29])
     sequence.feed(TOKENS[:num_before], 0)
     rows = sequence.feed(TOKENS[num_before:31], 21)
-    assert rows is not None
     assert rows.shape[0] == 21
     for i, row in enumerate(rows):
         known = min(29, 10 + i)
@@ -170,7 +168,6 @@ def test_rows_of_a_text_that_is_caught_up_with_come_block_by_block(blocks: Block
     sequence.give(0, blocks.features[:29])
     sequence.feed(TOKENS[:10], 0)
     rows = sequence.feed(TOKENS[10:30], 20)
-    assert rows is not None
     assert rows.shape == (20, blocks.reader.vocab_size)
     for i, row in enumerate(rows):
         # After the token at position 10 + i.
@@ -186,7 +183,6 @@ def test_after_the_last_depth_a_layer_goes_on_and_rows_do_not(subject: Subject) 
     sequence.give(0, subject.features[:5])
     sequence.feed(TOKENS[: 5 + subject.num_depths], 0)
     beyond = sequence.feed(TOKENS[5 + subject.num_depths : 6 + subject.num_depths], 1)
-    assert nothing is not None
     assert beyond is not None
     assert not nothing.any()
     assert bool(beyond.any()) == subject.goes_on
@@ -195,7 +191,6 @@ def test_after_the_last_depth_a_layer_goes_on_and_rows_do_not(subject: Subject) 
     sequence.rewind(sequence.length - 3)
     tokens = TOKENS[: 10 + subject.num_depths]
     other = sequence.feed(tokens[sequence.length :], 1)
-    assert other is not None
     assert close(other[0], subject.expected(tokens, subject.features[:5]))
     assert sequence.foreseen == (None if subject.goes_on else 6 + subject.num_depths)
     with pytest.raises(RewindError, match="asked to rewind to 50"):
@@ -215,7 +210,6 @@ def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin(su
         # The second time, some between are missing; the third time, some come once more.
         sequence.give(more, subject.features[more:end])
         logits = sequence.feed(TOKENS[sequence.length : end + 1], 1)
-        assert logits is not None
         assert close(logits[-1], subject.expected(TOKENS[: end + 1], subject.features[begin:end], begin))
         sequence.check(end + 1)
 
@@ -237,7 +231,6 @@ def test_another_text_is_read_with_its_own_features(subject: Subject, start: int
     sequence.give(start, features[start:12])
     for end in (13, 14):
         logits = sequence.feed(tokens[sequence.length : end], 1)
-        assert logits is not None
         assert close(logits[-1], subject.expected(tokens[:end], features[:12]))
 
 
@@ -266,7 +259,6 @@ def test_a_text_goes_on_from_its_state_with_the_features_of_its_last_positions(d
             restored.give(restored.num_given, features[restored.num_given : given])
         for end in range(max(given, num_common) + 1, given + 1 + depths.num_depths):
             logits = restored.feed(tokens[restored.length : end], 1)
-            assert logits is not None
             assert close(logits[-1], depths.expected(tokens[:end], features[:given])), (given, end)
         restored.rewind(min(restored.length, num_common + 1))
     assert depths.sequence().take_state(()) is None
@@ -288,7 +280,6 @@ def test_what_was_committed_last_is_read_once_the_text_is_over(subject: Subject)
     sequence.reuse(sequence.reusable_length(12, 20))
     sequence.give(11, subject.features[11:23])
     logits = sequence.feed(TOKENS[12:24], 1)
-    assert logits is not None
     assert close(logits[-1], subject.expected(TOKENS[:24], subject.features[:23]))
 
 
@@ -347,7 +338,6 @@ def test_a_pass_that_is_timed_computes_something() -> None:
     sequence.feed((0,) * 8, 0)
     rows = sequence.feed((0, 0), 2)
     assert sum(reader.passes) == 9  # all but the first, which nothing comes before
-    assert rows is not None
     assert rows.tolist() == [[1.0] * reader.vocab_size] * 2
 
 

@@ -102,7 +102,7 @@ def test_each_text_has_the_logits_that_it_has_alone_whatever_the_others_do(
     kind, _, variant = kind.partition(" ")
     if variant == "reduced":
         target = make(kind, tmp_path, vocab_size=VOCAB_SIZE, draft_vocab_size=20)
-        weights: dict[str, mx.array] = mx.load(str(tmp_path / "model.safetensors"))  # type: ignore[assignment]
+        weights: dict[str, mx.array] = mx.load(str(tmp_path / "model.safetensors"))
         mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | {"d2t": mx.arange(20)})
         drafter = TrainedDrafter(tmp_path, target, VOCAB_SIZE)
         assert drafter.num_draft_tokens == 20
@@ -127,7 +127,6 @@ def test_each_text_has_the_logits_that_it_has_alone_whatever_the_others_do(
         feeds = [text.next_feed(draws, alone=draws.random() < 0.05) for text in chosen]
         for text, feed, found in zip(chosen, feeds, drafter.feed_together(feeds), strict=True):
             expected = text.twin.feed(feed.tokens, feed.num_logits)
-            assert expected is not None
             assert close(found, expected)
             assert text.sequence.staleness == text.twin.staleness
             text.sequence.check(text.twin.length)
@@ -187,7 +186,6 @@ def test_a_pass_that_fails_loses_its_rows_and_no_other_text(tmp_path: Path, monk
         found, _ = drafter.feed_together([Feed(text.sequence, text.tokens[:length], 1), Feed(alone, (2,), 1)])
         text.twin.rewind(0)
         expected = text.twin.feed(text.tokens[:length], 1)
-        assert expected is not None
         assert close(found, expected)
 
 

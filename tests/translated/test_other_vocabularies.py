@@ -96,13 +96,11 @@ def test_longer_tokens_of_the_draft_model_stand_for_what_the_target_begins_them_
     _, (model, tokenizer) = demo_pair
     smaller = byte_level(1200)
     found = vocabulary_map(smaller.tokenizer, 1200, tokenizer, 4096)
-    assert found is not None
     assert len(found.shared) + len(found.beginnings) == 4096
     text = smaller.tokenizer.encode("".join(STREAM_PROMPTS))
     num_foreseen = []
     for vocabularies in (found, attrs.evolve(found, beginnings={})):
         sequence = TranslatedModel(MLXModel(model, CacheOptions()), vocabularies).open_sequence(beside_another=False)
         rows = sequence.feed(tuple(text[:-1]), len(text) - 1)
-        assert rows is not None
         num_foreseen.append(int(mx.sum(mx.argmax(rows, axis=-1) == mx.array(text[1:])).item()))
     assert num_foreseen[0] > num_foreseen[1]

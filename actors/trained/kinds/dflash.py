@@ -28,7 +28,7 @@ from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
-    flatten_rope,
+    complete,
     reading_config,
     split_heads,
     target_ids_of,
@@ -105,10 +105,8 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
     flags: Mapping[str, Any] = {**config, **(config.get("dflash_config") or {})}
     layer = dict(config["transformer_layer_config"] if of_speculators else flags)
     of_authors: Mapping[str, Any] = {} if of_speculators else flags
-    flatten_rope(layer)
+    hidden_size, vocab_size = complete(layer)
     with reading_config():
-        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
-        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
         if of_speculators:
             mask_token_id, block_size = config["mask_token_id"], config["block_size"]
             feature_layers = tuple(config["aux_hidden_state_layer_ids"])

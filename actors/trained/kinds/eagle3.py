@@ -34,7 +34,7 @@ from actors.trained.depth_sequence import DepthSequence, Masks, ModulePass
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
-    flatten_rope,
+    complete,
     reading_config,
     target_ids_of,
     widened,
@@ -110,10 +110,7 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     flags = {**config, **(config.get("eagle_config") or {})}
     if flags.get("norm_before_fc") and flags.get("fc_norm"):
         raise ModelError("the drafter's configuration has both norm_before_fc and fc_norm, which exclude each other")
-    with reading_config():
-        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
-        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
-    flatten_rope(layer)
+    hidden_size, vocab_size = complete(layer)
     mask_token_id, num_parallel = _masks(config) if kind_of(config) == "P-EAGLE" else (0, 0)
     found = Eagle3Config(
         architecture=architecture,

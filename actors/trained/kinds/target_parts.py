@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import attrs
@@ -37,25 +37,22 @@ def embedding_of(target: Module, named: str) -> Layer:
 
 def final_norm_of(target: Module, named: str) -> Layer:
     """The norm between the last layer of a target and its head. Raises: ModelError: none is found."""
-    for holder in _around_layers(target):
-        for name in _FINAL_NORMS:
-            norm: Any = holder.get(name)
-            if isinstance(norm, Module):
-                return norm
-    raise ModelError(f"{named} reads its target's final norm, and none was found in {type(target).__name__}")
+    norm: Layer | None = _first(_around_layers(target), _FINAL_NORMS)
+    if norm is None:
+        raise ModelError(f"{named} reads its target's final norm, and none was found in {type(target).__name__}")
+    return norm
 
 
 def head_of(target: Module, named: str) -> Layer:
     """The head: (…, hidden size) normalised hidden states to (…, V) logits. Raises: ModelError: none can be used."""
-    for holder in (target, target.get("language_model"), target.get("model")):
-        for name in _HEADS:
-            if holder is not None and isinstance(head := holder.get(name), Module):
-                if isinstance(head, (AllToShardedLinear, QuantizedAllToShardedLinear)):
-                    raise ModelError(
-                        f"{named} reads its target's head, and that of {type(target).__name__} is sharded over several "
-                        "ranks; draft with a draft model or by prompt lookup"
-                    )
-                return head
+    head = _first((target, target.get("language_model"), target.get("model")), _HEADS)
+    if isinstance(head, (AllToShardedLinear, QuantizedAllToShardedLinear)):
+        raise ModelError(
+            f"{named} reads its target's head, and that of {type(target).__name__} is sharded over several "
+            "ranks; draft with a draft model or by prompt lookup"
+        )
+    if head is not None:
+        return cast(Layer, head)
     # Where there is none, the embedding is the head, too.
     tied: Layer | None = getattr(_embedding(target), "as_linear", None)
     if tied is None:
@@ -69,14 +66,16 @@ def width_of(target: Module, named: str) -> int:
 
 
 def _embedding(target: Module) -> Any:
-    for path in (("model",), ("language_model", "model"), ("transformer",), ("backbone",), ()):
-        inner: Any = target
-        for name in path:
-            inner = getattr(inner, name, None)
-        for name in _EMBEDDINGS:
-            if isinstance(found := getattr(inner, name, None), Module):
-                return found
-    return None
+    model, text, transformer, backbone = (
+        getattr(target, name, None) for name in ("model", "language_model", "transformer", "backbone")
+    )
+    return _first((model, getattr(text, "model", None), transformer, backbone, target), _EMBEDDINGS)
+
+
+def _first(holders: Iterable[Any], names: Sequence[str]) -> Any:
+    """The first module that one of the holders, some of which are None, has under one of the names."""
+    found = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((each for each in found if isinstance(each, Module)), None)
 
 
 def _around_layers(target: Module) -> Iterator[Module]:

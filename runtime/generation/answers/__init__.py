@@ -1,1 +1,1 @@
-"""The structure of answers beyond tags and calls: answers of several messages, and stop strings in the content."""
+"""The structure of answers beyond tags and calls: answers of several messages."""

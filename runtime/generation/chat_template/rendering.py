@@ -13,13 +13,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
 from runtime.generation.answers.message_format import message_format
-from runtime.generation.chat_template.answer_start import space_before_closing
-from runtime.generation.chat_template.known import once_per_template
-from runtime.generation.chat_template.plain import ANSWER_MARK, plain
+from runtime.generation.chat_template.known import (
+    ANSWER_MARK,
+    once_per_template,
+    plain,
+    space_before_closing,
+    tags_of,
+    with_known_effort,
+    with_own_switch,
+)
 from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
 from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
-from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
-from runtime.generation.chat_template.tags import tags_of
 from runtime.generation.tool_calls.call_format import call_format, calls_as_json, written_calls, written_layout
 
 

@@ -37,12 +37,11 @@ _NUMBERED_NAME = re.compile(r"(.+):\d{1,9}")
 _FENCE = "```"
 
 
+@attrs.define
 class CutOffError(Exception):
-    """The answer ends within a call; `call` is the call as far as it was written, unless it was given."""
+    """The answer ends within a call."""
 
-    def __init__(self, call: ParsedCall | None) -> None:
-        super().__init__()
-        self.call = call
+    call: ParsedCall | None  # as far as it was written, unless it was given
 
 
 _UNKNOWN = ToolArguments({})

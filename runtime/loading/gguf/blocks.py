@@ -6,6 +6,7 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ _FLOATS = {Type.F32: mx.float32, Type.F16: mx.float16, Type.BF16: mx.bfloat16}
 # Some operations of numpy's on bytes have a wider type in its annotations.
 Bytes = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
+Unpacked = tuple[Bytes, Floats, Floats]  # (..., 32) values of each group, scales and biases
 
 
 @attrs.frozen
@@ -93,30 +95,17 @@ def _nibbles(packed: Bytes) -> Bytes:
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
-def _fifth_bits(blocks: Bytes, begin: int) -> Bytes:
-    bits = blocks[..., begin : begin + 4, None] >> np.arange(8, dtype=np.uint8) & 1
-    return bits.reshape(*blocks.shape[:-1], 32) << 4
+def _small_blocks(bits: int, has_minimum: bool, blocks: Bytes) -> Unpacked:
+    """Blocks of 32 values: the scale, the minimum if there is one, fifth bits if there are 5, and the other four."""
+    scales, begin = _half(blocks, 0), 4 if has_minimum else 2
+    biases = _half(blocks, 2) if has_minimum else -(2 ** (bits - 1)) * scales
+    if bits == 4:
+        return _nibbles(blocks[..., begin:]), scales, biases
+    fifth = blocks[..., begin : begin + 4, None] >> np.arange(8, dtype=np.uint8) & 1
+    return _nibbles(blocks[..., begin + 4 :]) | fifth.reshape(*blocks.shape[:-1], 32) << 4, scales, biases
 
 
-def _q4_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    scales = _half(blocks, 0)
-    return _nibbles(blocks[..., 2:]), scales, -8 * scales
-
-
-def _q4_1(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    scales = _half(blocks, 0)
-    return _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2), scales, -16 * scales
-
-
-def _q5_1(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    return _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q8_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
+def _q8_0(blocks: Bytes) -> Unpacked:
     scales = _half(blocks, 0)
     return blocks[..., 2:] ^ 128, scales, -128 * scales
 
@@ -129,25 +118,22 @@ def _six_bits(blocks: Bytes) -> tuple[Floats, Floats]:
     return _half(blocks, 0) * scales, -_half(blocks, 2) * offsets
 
 
-def _q4_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    pairs = blocks[..., 16:144].reshape(*blocks.shape[:-1], 4, 32)  # the nibbles of two groups
-    return np.stack((pairs & 15, pairs >> 4), axis=-2), *_six_bits(blocks)
-
-
-def _q5_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
-    pairs = blocks[..., 48:176].reshape(*blocks.shape[:-1], 4, 32)
-    nibbles = np.stack((pairs & 15, pairs >> 4), axis=-2).reshape(*blocks.shape[:-1], 8, 32)
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    return nibbles | (blocks[..., None, 16:48] >> shifts & 1) << 4, *_six_bits(blocks)
+def _large_blocks(bits: int, blocks: Bytes) -> Unpacked:
+    """Blocks of 256 values: scales and minima of eight groups, fifth bits if there are 5, and the other four."""
+    pairs = blocks[..., -128:].reshape(*blocks.shape[:-1], 4, 32)  # the nibbles of two groups
+    values = np.stack((pairs & 15, pairs >> 4), axis=-2).reshape(*blocks.shape[:-1], 8, 32)
+    if bits == 5:
+        values = values | (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
+    return values, *_six_bits(blocks)
 
 
 # Bits of a value, bytes of a block, and the function, of each type that MLX can express.
-_UNPACK: dict[Type, tuple[int, int, Callable[[Bytes], tuple[Bytes, Floats, Floats]]]] = {
-    Type.Q4_0: (4, 18, _q4_0),
-    Type.Q4_1: (4, 20, _q4_1),
-    Type.Q5_0: (5, 22, _q5_0),
-    Type.Q5_1: (5, 24, _q5_1),
+_UNPACK: dict[Type, tuple[int, int, Callable[[Bytes], Unpacked]]] = {
+    Type.Q4_0: (4, 18, partial(_small_blocks, 4, False)),
+    Type.Q4_1: (4, 20, partial(_small_blocks, 4, True)),
+    Type.Q5_0: (5, 22, partial(_small_blocks, 5, False)),
+    Type.Q5_1: (5, 24, partial(_small_blocks, 5, True)),
     Type.Q8_0: (8, 34, _q8_0),
-    Type.Q4_K: (4, 144, _q4_k),
-    Type.Q5_K: (5, 176, _q5_k),
+    Type.Q4_K: (4, 144, partial(_large_blocks, 4)),
+    Type.Q5_K: (5, 176, partial(_large_blocks, 5)),
 }

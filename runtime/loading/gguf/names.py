@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from protocol.errors import ModelError
-from protocol.reprs import shown_path
+from protocol.reprs import listed, shown_path
 
 SUFFIX = ".gguf"
 
@@ -50,8 +50,9 @@ def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
     """The only model among files; None if there is none. Raises: ModelError: there are several, listed."""
     found = models_among(names)
     if len(found) > 1:
-        listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
-        raise ModelError(f"{named} has {len(found)} GGUF models: {listed}; name one, as in {prefix}{found[0]}")
+        raise ModelError(
+            f"{named} has {len(found)} GGUF models: {listed(found, 12)}; name one, as in {prefix}{found[0]}"
+        )
     return found[0] if found else None
 
 

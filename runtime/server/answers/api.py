@@ -17,7 +17,7 @@ from protocol.scores import Score
 from protocol.statistics import Statistics
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template.tags import structural_markers, tags_of
+from runtime.generation.chat_template.known import structural_markers, tags_of
 from runtime.generation.text import Detokenizer
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tokens import Token

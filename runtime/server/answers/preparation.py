@@ -20,7 +20,7 @@ from protocol.settings import Settings
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template.switches import asks_for_reasoning, lacks_switch
+from runtime.generation.chat_template.known import asks_for_reasoning, lacks_switch
 from runtime.generation.grammar import Grammar
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import check_prompt_length

@@ -100,10 +100,6 @@ else:
 
 # --- constraints on an answer -----------------------------------------------------------------------
 
-# A JSON schema, or one as JSON.
-_Schema = dict[str, Any] | bool | str
-_Choices = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
-
 
 class AnyText(Body):
     """Unconstrained text."""
@@ -139,9 +135,9 @@ ResponseFormat = Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="
 class StructuredOutputs(Body):
     """A constraint on the answer, in vLLM's form; at most one field is set."""
 
-    json_: _Schema | None = Field(None, alias="json")
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")  # a JSON schema, or one as JSON
     regex: str | None = None
-    choice: _Choices | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 

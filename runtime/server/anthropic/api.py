@@ -29,10 +29,6 @@ def _message(body: bytes) -> Parsed:
     return request.generation(), MessageSerializer
 
 
-def _conversation(body: bytes) -> GenerationRequest:
-    return parse_request(MessagesRequest, body).generation()
-
-
 def _token_count(request: GenerationRequest, runtime: Runtime) -> TokenCount:
     (prompt,) = encode_prompts(request, runtime)
     return {"input_tokens": len(prompt)}
@@ -53,7 +49,7 @@ OPERATIONS = (
     *endings("/v1/messages", "message", _ERRORS),
     Operation(
         "/v1/messages/count_tokens",
-        partial(TokenizerEndpoint, _conversation, _token_count),
+        partial(TokenizerEndpoint, lambda body: parse_request(MessagesRequest, body).generation(), _token_count),
         "count_tokens",
         "Number of tokens of a conversation",
         TokenCount,

@@ -96,7 +96,7 @@ def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
 _TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
 
 
-def _edits(*further: str, inserted: str, **properties: Any) -> dict[str, Any]:
+def _edits(*further: str, **properties: Any) -> dict[str, Any]:
     """The arguments of a tool that views and edits files, as Anthropic documents them."""
     return _object(
         ("command",),
@@ -107,7 +107,6 @@ def _edits(*further: str, inserted: str, **properties: Any) -> dict[str, Any]:
         old_str=_TEXT,
         new_str=_TEXT,
         insert_line=_WHOLE,
-        **({} if inserted == "new_str" else {inserted: _TEXT}),
         **properties,
     )
 
@@ -118,12 +117,12 @@ _CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         "Run a command in a bash session, which goes on from call to call. restart: true begins a new session.",
         _object((), command=_TEXT, restart={"type": "boolean"}),
     ),
-    "text_editor_2024": ("View, create and edit files.", _edits("undo_edit", inserted="new_str")),
-    "text_editor_20250124": ("View, create and edit files.", _edits("undo_edit", inserted="new_str")),
-    "text_editor_": ("View, create and edit files.", _edits(inserted="insert_text")),
+    "text_editor_2024": ("View, create and edit files.", _edits("undo_edit")),
+    "text_editor_20250124": ("View, create and edit files.", _edits("undo_edit")),
+    "text_editor_": ("View, create and edit files.", _edits(insert_text=_TEXT)),
     "memory_": (
         "View, create and edit the files of the memory, which are below /memories.",
-        _edits("delete", "rename", inserted="insert_text", old_path=_TEXT, new_path=_TEXT),
+        _edits("delete", "rename", insert_text=_TEXT, old_path=_TEXT, new_path=_TEXT),
     ),
 }
 

@@ -224,30 +224,27 @@ class MessageSerializer(Serializer):
                     yield from self._begun({"type": "tool_use", "id": id, "name": name, "input": {}})
                 case Delta("call_arguments", text):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
-                case Delta("call_ended", call=ToolCall() as call):
-                    self._block["input"] = call.values
-                    yield from self._stopped()
-                case Delta("call_broken", call=ToolCall()):
+                case Delta("call_ended" | "call_broken" as kind, call=ToolCall() as call):
                     # The beginning of a JSON object is no input; the stop reason says that there was more.
+                    if kind == "call_ended":
+                        self._block["input"] = call.values
                     yield from self._stopped()
                 case Delta("call_broken", given):
                     # Events cannot be taken back, but the block can.
                     yield from self._stopped()
                     self._content.pop()
-                    yield from self._text(given)
+                    yield from self._text("text", given)
                 case Delta("reasoning", text):
-                    if not self._is_open or self._block["type"] != "thinking":
-                        yield from self._begun({"type": "thinking", "thinking": "", "signature": ""})
-                    self._block["thinking"] += text
-                    yield self._delta({"type": "thinking_delta", "thinking": text})
+                    yield from self._text("thinking", text)
                 case Delta("content", text):
-                    yield from self._text(text)
+                    yield from self._text("text", text)
 
-    def _text(self, text: str) -> Iterator[_Event]:
-        if not self._is_open or self._block["type"] != "text":
-            yield from self._begun({"type": "text", "text": ""})
-        self._block["text"] += text
-        yield self._delta({"type": "text_delta", "text": text})
+    def _text(self, kind: Literal["text", "thinking"], text: str) -> Iterator[_Event]:
+        if not self._is_open or self._block["type"] != kind:
+            thinking: ThinkingContentBlock = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self._begun(thinking if kind == "thinking" else {"type": "text", "text": ""})
+        self._block[kind] += text
+        yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _begun(self, block: Content) -> Iterator[_Event]:
         yield from self._stopped()

@@ -59,9 +59,7 @@ def network(text: str) -> IpNetwork:
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
     """A socket bound to an address, not listening yet: until the models are loaded, connections are refused.
 
-    Raises:
-        SettingsError: the address is invalid, or is not a loopback address and there is no key.
-        ServerError: the address cannot be bound.
+    Raises: SettingsError: the address is invalid, or lets others in without a key. ServerError: it cannot be bound.
     """
     check_integer("--port", port, 0, 65535)
     try:
@@ -98,8 +96,7 @@ OTHER_FILES = 128
 def make_room_for_connections(requested: int | None) -> int:
     """Raise the limit of open files as far as connections need it. Returns the number of connections.
 
-    Args:
-        requested: number of connections, >= 1; None for the default, or as many as are possible if these are fewer.
+    If none is `requested`, it is the default, or as many as are possible if these are fewer.
 
     Raises: SettingsError: the system does not allow so many open files.
     """

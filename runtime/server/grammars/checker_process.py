@@ -4,13 +4,9 @@ There are schemas of a hundred bytes that llguidance compiles for hours with gig
 in a thread. So each grammar is first compiled in a process that a grammar may end. This one imports llguidance and
 indexes the vocabulary once (1.2 s for 150,000 tokens); it imports neither mlx nor the runtime.
 
-The limits of a grammar, which end the process:
-
-- CPU time: a timer, whose signal ends the process.
-- Memory: a thread polls the peak resident size, on both systems; it can run because llguidance releases Python's lock
-  while it compiles. On Linux also RLIMIT_AS, for allocations between two polls; macOS accepts that limit without
-  enforcing it.
-- Wall time: none here. The server stops waiting after a timeout.
+A timer ends the process after too much CPU time. For memory, a thread polls the peak resident size; it can run because
+llguidance releases Python's lock while it compiles. On Linux also RLIMIT_AS, for allocations between two polls; macOS
+accepts that limit without enforcing it. The server stops waiting after a timeout of its own.
 
 Requests arrive as lines of JSON on stdin, and each is answered by a line on stdout. The end of stdin, when the server
 has ended or was killed, ends this process.

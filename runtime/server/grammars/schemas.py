@@ -141,8 +141,7 @@ class Schemas:
     async def grammar(self, constraint: Constraint, client: str, around: Callable[[str], str] | None = None) -> Grammar:
         """The logits processor for a constraint; clients, told apart by their addresses, take turns.
 
-        Args:
-            around: makes the grammar of the whole answer from that of the constraint.
+        `around` makes the grammar of the whole answer from that of the constraint.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.
 
@@ -206,10 +205,7 @@ class Schemas:
         return [name for name, key in keys.items() if self._followed.get(key) is False]
 
     async def any_object(self) -> Grammar:
-        """The grammar of any JSON object, which all requests for one share.
-
-        Raises: SettingsError: llguidance is not installed, or cannot read the tokenizer.
-        """
+        """The grammar of any JSON object, which all requests share. Raises: SettingsError: llguidance is of no use."""
         async with self._compiling_any_object:
             if self._any_object is None:
                 make = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)

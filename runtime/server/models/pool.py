@@ -70,10 +70,7 @@ OpenModel = Callable[[ServedModel], AbstractAsyncContextManager[LoadedModel]]
 
 @asynccontextmanager
 async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[LoadedModel]:
-    """Load a model. When the block is left, it is unloaded, and the process that checks its grammars is killed.
-
-    Raises, Cancellation: as `runtime.open`, before the block is entered.
-    """
+    """Load a model for the duration of the block. Raises, Cancellation: as `runtime.open`."""
     timelines = Timelines()
     async with (
         open_runtime(spec.target, spec.draft, trace=timelines, defaults=spec.settings, **spec.options) as runtime,
@@ -91,7 +88,7 @@ _PAUSES_S = (0.0, 0.01, 0.04, 0.2, 0.75)
 
 
 async def free_memory(model: Callable[[], object]) -> None:
-    """Free the memory of an unloaded model, to which `model` is a weak reference, for others and other processes.
+    """Free the memory of an unloaded model, to which `model` is a weak reference.
 
     A runtime is full of reference cycles, which only the garbage collector finds. This works in a thread, since MLX may
     wait for a pass of another model before it gives buffers back, and again if the model is still there: `gc.collect`
@@ -258,8 +255,8 @@ class ModelPool:
         """Whether `num_bytes` more are within the memory limit. If not, the next model that can be spared is dismissed.
 
         For a load, any model that is not pinned can be spared, idle ones first; without a load, only an idle one that
-        is not the last one used. If no model can be spared, there is room: the limit is for models, not for other
-        memory of the process. A load that exceeds the limit by itself needs no room: it will be refused.
+        is not the last one used. If none can, there is room: the limit is not for other memory of the process. A load
+        that exceeds the limit by itself needs no room: it will be refused.
         """
         limit = self._memory_limit
         if limit is None or num_bytes > limit or self._used_bytes() + num_bytes <= limit:
@@ -363,13 +360,11 @@ async def model_pool(
     free_memory: Callable[[Callable[[], object]], Awaitable[None]] | None = None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[ModelPool]:
-    """A pool of models, none of them loaded; all are unloaded when the block is left.
+    """A pool of models, at least one and none of them loaded; all are unloaded when the block is left.
 
     Args:
-        specs: the models, at least one, of different names.
         memory_limit: bytes that models may take, caches included; None for no limit. Before a load, models are unloaded
             to make room for the new one's files; after a request, idle ones are unloaded if caches have outgrown it.
-        used_bytes: returns the bytes that models take now.
         free_memory: called with a weak reference to a model that was unloaded, so that `used_bytes` does not count it.
         announce: called with a line for each load and its outcome.
 

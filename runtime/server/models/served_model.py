@@ -1,15 +1,4 @@
-"""The models that a server can load, and the file that describes them: TOML, with a table for each.
-
-    idle_seconds = 900                        # of all models that say nothing else
-
-    [models.coder]
-    target = "path/or/hub-id"
-    draft = "ngram"
-    kv_bits = 8                               # any option of `open`
-    settings = { temperature = 0.7 }          # of requests that have no others
-
-    [models.tuned]
-    target = { path = "path/or/hub-id", adapter_path = "path" }   # any field of `ModelSpec`
+"""The models that a server can load, and the TOML file that describes them, with a table for each (docs/server.md).
 
 Everything that can be checked without a model is checked as the file is read, and an error names file, table and key.
 """
@@ -58,8 +47,6 @@ class ConfigFileError(SettingsError):
     is_of_file = True
 
 
-_OF_FILE = ("idle_seconds", "models")
-_OF_SERVER = ("target", "draft", "idle_seconds", "settings")
 # Options of `open` that a model cannot have here, and what to use instead.
 _NOT_HERE = {"trace": "the server keeps timelines itself", "defaults": "use the table `settings`"}
 _OPTIONS = tuple(name for name in OPTIONS if name not in _NOT_HERE)
@@ -68,10 +55,9 @@ _MAX_NAME_LENGTH = 200
 
 
 def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[ServedModel]:
-    """The models that a file describes, in its order. A relative path is taken from its folder, if it exists there.
+    """The models that a file describes, in its order; `options` and `settings` are for models that have no others.
 
-    Args:
-        options, settings: by name, for models that have no others; see `ServedModel`.
+    A relative path is taken from the file's folder, if it exists there.
 
     Raises: ConfigFileError: the file cannot be read, or something in it is wrong.
     """
@@ -82,7 +68,7 @@ def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, An
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigFileError(f"{shown_path(path)} cannot be read: {reason}; give a TOML file with models") from error
     place = _Place(path)
-    _check_keys(place, content, _OF_FILE)
+    _check_keys(place, content, ("idle_seconds", "models"))
     idle_s = _idle_s(place, content)
     tables = content.get("models")
     if not isinstance(tables, dict) or not tables:
@@ -118,7 +104,7 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
         file.fail("models", f"a name must have 1 to {_MAX_NAME_LENGTH} printable characters, got {shown(name)}")
     if not isinstance(table, dict):
         file.fail(f"models.{name}", f"must be a table, got {shown(table)}")
-    _check_keys(place, table, (*_OF_SERVER, *_OPTIONS))
+    _check_keys(place, table, ("target", "draft", "idle_seconds", "settings", *_OPTIONS))
     if "target" not in table:
         place.fail("target", "is missing; give a path or a hub id")
     target = _source(place, "target", table["target"])

@@ -222,9 +222,6 @@ class ChatCompletion(_Response):
 # The server's version. The text of a seed may depend on it, as on the model.
 _FINGERPRINT = f"outrider-{importlib.metadata.version('outrider')}"
 
-# The longest time between two chunks with speculation.
-_INTERVAL_S = 0.25
-
 
 class ChunkSerializer(Serializer):
     """Serializer of OpenAI's bodies and chunks: the part that chats and completions share."""
@@ -241,11 +238,13 @@ class ChunkSerializer(Serializer):
         self._request = answer.request
         self._options = options = body.stream_options or StreamOptions()
         self._gives_usage_in_each = options.continuous_usage_stats and options.include_usage is not False
+        # Of the prompt: all tokens but the first, which nothing precedes.
+        self._scored: Sequence[ScoredToken] = () if answer.score is None else answer.score.tokens
         self._num_given = 0
         self._num_reasoning_tokens = 0
         self._timeline = answer.watch(self.id) if answer.watch and options.include_speculation else None
         if self._timeline is not None:
-            self.interval_s = _INTERVAL_S
+            self.interval_s = 0.25
 
     # --- events and bodies ------------------------------------------------------------------------
 
@@ -375,11 +374,6 @@ class ChunkSerializer(Serializer):
         if s.proposed:
             told |= {"draft_n": s.proposed, "draft_n_accepted": s.accepted}
         return {"timings": told}
-
-    @property
-    def _scored(self) -> Sequence[ScoredToken]:
-        """The tokens of the prompt that have log-probabilities: all but the first, which nothing precedes."""
-        return () if self._answer.score is None else self._answer.score.tokens
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if (num_top := self._request.num_prompt_logprobs) is None:

@@ -297,9 +297,10 @@ class ResponseSerializer(Serializer):
         yield from self._done("incomplete" if is_cut else "completed")
         response = self._response
         response["status"] = "incomplete" if is_cut else "completed"
-        cause: Literal["cancelled", "max_output_tokens"] = "cancelled" if reason == "cancelled" else "max_output_tokens"
-        response["incomplete_details"] = {"reason": cause} if is_cut else None
-        response["completed_at"] = None if is_cut else int(time.time())
+        if is_cut:
+            response["incomplete_details"] = {"reason": "cancelled" if reason == "cancelled" else "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
         response["usage"] = self._usage(statistics)
         if response["store"]:
             self._keep()
@@ -309,13 +310,12 @@ class ResponseSerializer(Serializer):
             yield from self._begin_text(item_type)
         content = self._item["content"][0]
         content["text"] += text
-        if item_type == "reasoning":
-            yield self._event("response.reasoning_text.delta", **self._text_place, delta=text)
-        else:
-            logprobs = token_logprobs(self._withheld, self._answer.tokenizer, self._num_logprobs)
+        added = {}
+        if item_type == "message":
+            added["logprobs"] = token_logprobs(self._withheld, self._answer.tokenizer, self._num_logprobs) or []
             self._withheld.clear()
-            content["logprobs"] += logprobs or []
-            yield self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=logprobs or [])
+            content["logprobs"] += added["logprobs"]
+        yield self._event(f"response.{content['type']}.delta", **self._text_place, delta=text, **added)
 
     def _begin_text(self, item_type: Literal["message", "reasoning"]) -> Iterator[Event]:
         part: OutputText | ReasoningContent
@@ -341,17 +341,13 @@ class ResponseSerializer(Serializer):
             return
         self._is_open = False
         item = self._item
-        if item["type"] == "function_call":
+        if item["type"] == "function_call" and status == "completed":
             called = {"name": item["name"], "arguments": item["arguments"]}
-            if status == "completed":
-                yield self._event("response.function_call_arguments.done", **self._place, **called)
+            yield self._event("response.function_call_arguments.done", **self._place, **called)
         elif "content" in item:
             content = item["content"][0]
-            if content["type"] == "reasoning_text":
-                yield self._event("response.reasoning_text.done", **self._text_place, text=content["text"])
-            else:
-                whole = {"text": content["text"], "logprobs": content["logprobs"]}
-                yield self._event("response.output_text.done", **self._text_place, **whole)
+            whole = {name: content[name] for name in ("text", "logprobs") if name in content}
+            yield self._event(f"response.{content['type']}.done", **self._text_place, **whole)
             yield self._event("response.content_part.done", **self._text_place, part=content)
         item["status"] = status
         yield self._event("response.output_item.done", output_index=self._index, item=item)
