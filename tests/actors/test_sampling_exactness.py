@@ -247,7 +247,7 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
 ) -> None:
     # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
-    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=2000, lookahead=1))
+    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
     pairs = judged(tokens)
     overlaps = [sum(map(min, TARGET[last], DRAFT[last])) for last, _ in pairs]
     accepted = sum(token.from_draft for _, token in pairs)
