@@ -305,7 +305,7 @@ async def main():
 imported = []
 asyncio.run(main())
 heavy = {"actors", "attrs", "jinja2", "mlx", "mlx_lm", "numpy", "tokenizers", "transformers", "trio"}
-print(sorted(set(imported) & {*heavy, "runtime.aio.runtime"}))
+print(sorted(set(imported) & {*heavy, "runtime.bridge.runtime"}))
 print("mlx_lm" in sys.modules)
 """
 
