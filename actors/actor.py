@@ -129,7 +129,7 @@ class ActorSession:
         )
 
     def notice_loss(self) -> bool:
-        """Have the ledger say what the cache holds, before a plan: a failed pass empties it. Returns: if it had."""
+        """Have the ledger say what the cache holds, before a plan. Returns: whether a failed pass has emptied it."""
         sequence, cached_tokens = self.sequence, self.cached_tokens
         if sequence is None or sequence.length >= len(cached_tokens):
             return False

@@ -120,7 +120,7 @@ class TextFeatures(Protocol):
         """Whether the next pass records some."""
 
     def want(self, wanted: bool) -> None:
-        """Say, while no pass runs, whether the next passes record features, which they do if nobody says."""
+        """Say, while no pass runs, whether features are wanted, as is assumed; if not, those here are dropped."""
 
     def arrays(self) -> list[mx.array]:
         """What `take` reads, to be evaluated together with something else."""
@@ -241,7 +241,7 @@ class Model(Protocol):
         """As `feed_together` for one token each, (n,), which may not be computed yet. Returns: (n, V) logits, lazy."""
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Why texts cannot share passes, or None; as drafts, if they rewind by more than their last pass."""
+        """Why texts cannot share passes; None if they can. `rewinds_passes`: and rewind by more than the last one."""
 
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""

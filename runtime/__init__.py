@@ -12,9 +12,8 @@ import sys
 from functools import cache
 from importlib import import_module
 
-from runtime.file_limit import guard_import
+from runtime.import_guards import check_packages, guard_import
 from runtime.loading import mlx_environment
-from runtime.name_collisions import check_packages
 
 # Before anything is imported from these packages.
 check_packages("protocol", "actors")

@@ -46,7 +46,7 @@ class DraftInput:
         return self.plan.keep + len(self.plan.feed)
 
     def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
-        """The input of the step after this one's token, which `feed` has unless it was fed already."""
+        """The input of the step after this one's token, which is in `feed` unless it was fed already."""
         plan = FeedPlan(self.position + 1 - len(feed), feed)
         return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
 

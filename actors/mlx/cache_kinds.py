@@ -179,7 +179,7 @@ class CacheKind:
         return self.take_state(layer)
 
     def check_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> None:
-        """Check that `layer` can go back to `length` so; see `put_state`. Raises: MisfitError: it cannot."""
+        """Check that `layer` can go back to `taken` at `length`; see `put_state`. Raises: MisfitError."""
         put_length = self.length(self.put_state(taken, like, longer))
         self._require(put_length in (length, None), "another length in a prefix checkpoint")
 
@@ -305,7 +305,7 @@ class RotatingKVCacheKind(CacheKind):
     is_overwritten = True
 
     def working(self, layer: RotatingKVCache) -> RotatingKVCache:
-        """A cache that can be trimmed even when it is full; not if it keeps its first tokens, as passes matter then."""
+        """A cache that can be trimmed even when full. One that keeps its first tokens stays, as its passes matter."""
         return SlidingWindowCache(layer.max_size) if layer.keep == 0 else layer
 
     def most_slots(self, layer: RotatingKVCache) -> int:

@@ -61,7 +61,7 @@ def receive_record(group: RankGroup) -> SequenceRecord:
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
-    """Copy the next layer of this rank's part to rank 0; whether it was the last, which brings the fingerprint."""
+    """Copy the next layer of this rank's part to rank 0. True after the last, sent with the model's fingerprint."""
     record = recorder.step()
     description = None if record is None else {**record.description, "fingerprint": fingerprint}
     group.send(Recorded(recorder.pop_tensors(), description))

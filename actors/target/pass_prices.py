@@ -54,7 +54,7 @@ class PassPrices:
     def learn_plain(
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_rows: int, *, is_ahead: bool
     ) -> None:
-        """Learn from a pass without drafts over `num_rows` rows, which `is_ahead` if it has launched the next one.
+        """Learn from a pass without drafts over `num_rows` rows; `is_ahead` if it has launched the next one.
 
         One that was launched ahead began before its job, so it does not show what a pass costs, but what a plain round
         of several of the `num_sessions` texts costs: nearly all of those are passes ahead.

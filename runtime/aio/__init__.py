@@ -22,20 +22,14 @@ from protocol.errors import WrongEventLoopError
 from protocol.reprs import shown
 
 if TYPE_CHECKING:
-    from runtime.bridge.runtime import Conversation, Runtime
-    from runtime.bridge.streams import Completions, TokenStream
+    from runtime.bridge.runtime import Completions, Conversation, Runtime, TokenStream
     from runtime.engine.opening import OpenArguments
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
-# The modules of names that are imported when they are used.
-_HOMES = {
-    "Completions": "runtime.bridge.streams",
-    "Conversation": "runtime.bridge.runtime",
-    "Runtime": "runtime.bridge.runtime",
-    "TokenStream": "runtime.bridge.streams",
-}
+# Imported when they are used.
+_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream")
 
 
 def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Opening:
@@ -132,9 +126,9 @@ def asyncio_loop() -> asyncio.AbstractEventLoop:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HANDLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module("runtime.bridge.runtime"), name)
     return value
 
 

@@ -7,6 +7,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,11 +150,9 @@ class Windows:
 
     def most_frequent(self, count: int, vocab_size: int) -> list[int]:
         """The `count` ids that occur most often, ascending; filled up with the lowest ids that do not occur."""
-        chosen = [token for token, _ in sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))[:count]]
+        by_count = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
         others = (token for token in range(vocab_size) if token not in self._counts)
-        while len(chosen) < count:
-            chosen.append(next(others))
-        return sorted(chosen)
+        return sorted(islice(chain((token for token, _ in by_count), others), count))
 
 
 def _windows(texts: Sequence[array[int]], length: int) -> mx.array:

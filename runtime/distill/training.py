@@ -68,20 +68,6 @@ class Progress:
 
 
 @attrs.frozen
-class Lesson:
-    """The target's hidden states and probabilities for a batch."""
-
-    features: mx.array  # (B, T, width) of positions 0 … T - 1
-    embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
-    # (B, T + steps - 1, draft_vocab_size): its distribution from position 2 on, of tokens that the drafter can propose.
-    probs: mx.array
-    # Only to draft for, (B, T + steps - 1) and (B, T + steps - 1, draft_vocab_size): among all tokens, the target's
-    # likeliest ones at these positions, and its distribution at the temperature of an evaluation.
-    likeliest: mx.array | None = None
-    sampled_probs: mx.array | None = None
-
-
-@attrs.frozen
 class _Added:
     """The sums over the windows of a batch that were added so far."""
 
@@ -119,8 +105,12 @@ class Training:
         with which the batch is learnt. Returns: the seconds that it took.
         """
         began = time.monotonic()
-        lesson, num_windows = self._lesson(tokens), tokens.shape[0]
-        loss, gradients = value_and_grad(self.drafter, lambda: num_windows * _loss(self.drafter, lesson))()
+        features, embedded, logits = self._read(tokens)
+        probs, num_windows = mx.softmax(self._of_drafter(logits), axis=-1), tokens.shape[0]
+        mx.eval(features, embedded, probs)
+        del logits  # the memory of the whole vocabulary
+        lesson = features, embedded, probs
+        loss, gradients = value_and_grad(self.drafter, lambda: num_windows * _loss(self.drafter, *lesson))()
         if self._added is not None:
             gradients = tree_map(mx.add, gradients, self._added.gradients)
             loss = loss + self._added.loss
@@ -160,20 +150,22 @@ class Training:
     def draft(self, tokens: mx.array) -> list[Drafted]:
         """Draft `NUM_STEPS` tokens at each position of windows, (B, L). What the drafter cannot propose is rejected."""
         began = time.monotonic()
-        lesson = self._lesson(tokens, is_drafted_for=True)
-        assert lesson.likeliest is not None
-        assert lesson.sampled_probs is not None
-        length = lesson.features.shape[1]
+        features, embedded, target_logits = self._read(tokens)
+        likeliest = mx.argmax(target_logits, axis=-1)
+        target_probs = self._of_drafter(mx.softmax(target_logits / TEMPERATURE, axis=-1))
+        mx.eval(features, embedded, likeliest, target_probs)
+        del target_logits  # the memory of the whole vocabulary
+        length = features.shape[1]
         alive = mx.ones((tokens.shape[0], length), mx.bool_)
         agreeing, sampled = [alive.sum(axis=1)], list[mx.array]()
-        for step, logits in enumerate(logits_of_steps(self.drafter, lesson.features, lesson.embedded, NUM_STEPS)):
+        for step, logits in enumerate(logits_of_steps(self.drafter, features, embedded, NUM_STEPS)):
             drafted = mx.argmax(logits, axis=-1)
             if self._target_ids is not None:
                 drafted = self._target_ids[drafted]
             own_probs = mx.softmax(logits / TEMPERATURE, axis=-1)
-            overlap = mx.minimum(own_probs, lesson.sampled_probs[:, step : step + length]).sum(axis=-1)
+            overlap = mx.minimum(own_probs, target_probs[:, step : step + length]).sum(axis=-1)
             sampled.append((overlap * alive).sum(axis=1))
-            alive = alive & (drafted == lesson.likeliest[:, step : step + length])
+            alive = alive & (drafted == likeliest[:, step : step + length])
             agreeing.append(alive.sum(axis=1))
             mx.eval(agreeing, sampled, alive)
         found = [
@@ -187,25 +179,19 @@ class Training:
         self._count(seconds=time.monotonic() - began)
         return found
 
-    def _lesson(self, tokens: mx.array, *, is_drafted_for: bool = False) -> Lesson:
+    def _read(self, tokens: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """From (B, L) tokens, lazy: (B, T, width) features of positions 0 … T - 1, where T is L - `NUM_STEPS`;
+        embeddings of the tokens after them, (B, T + steps - 1, hidden size); and as many logits, from position 2 on.
+        """
         length = tokens.shape[1] - NUM_STEPS
         features, logits = self._states.read(tokens)
+        embedded = self._embedding[tokens[:, 1 : length + NUM_STEPS]]
         # The logits at position p are for the token at p + 1, and the first step predicts that at position 2.
-        logits = logits[:, 1 : length + NUM_STEPS].astype(mx.float32)
-        likeliest = mx.argmax(logits, axis=-1) if is_drafted_for else None
-        sampled_probs = mx.softmax(logits / TEMPERATURE, axis=-1) if is_drafted_for else None
-        if self._target_ids is not None:
-            logits = mx.take(logits, self._target_ids, axis=-1)
-            sampled_probs = None if sampled_probs is None else mx.take(sampled_probs, self._target_ids, axis=-1)
-        lesson = Lesson(
-            features[:, :length].astype(mx.float32),
-            self._embedding[tokens[:, 1 : length + NUM_STEPS]],
-            mx.softmax(logits, axis=-1),
-            likeliest,
-            sampled_probs,
-        )
-        mx.eval(attrs.astuple(lesson))
-        return lesson
+        return features[:, :length].astype(mx.float32), embedded, logits[:, 1 : length + NUM_STEPS].astype(mx.float32)
+
+    def _of_drafter(self, values: mx.array) -> mx.array:
+        """(…, V) to (…, draft_vocab_size): those of the tokens that the drafter can propose."""
+        return values if self._target_ids is None else mx.take(values, self._target_ids, axis=-1)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint. A crash leaves the last one. Raises: SettingsError: it cannot be written."""
@@ -232,13 +218,13 @@ class Training:
         return True
 
 
-def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
-    length = lesson.features.shape[1]
+def _loss(drafter: Eagle3, features: mx.array, embedded: mx.array, probs: mx.array) -> mx.array:
+    length = features.shape[1]
     total, weights = mx.array(0.0), 0.0
-    for step, logits in enumerate(logits_of_steps(drafter, lesson.features, lesson.embedded, NUM_STEPS)):
+    for step, logits in enumerate(logits_of_steps(drafter, features, embedded, NUM_STEPS)):
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         weight = STEP_DECAY**step
-        total = total - weight * (lesson.probs[:, step : step + length] * logprobs).sum(axis=-1).mean()
+        total = total - weight * (probs[:, step : step + length] * logprobs).sum(axis=-1).mean()
         weights += weight
     return total / weights
 

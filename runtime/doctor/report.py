@@ -36,7 +36,7 @@ from runtime.loading.drafters import suggest_draft
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Loaded, LoadedDraft, Source
 from runtime.loading.model_spec import ModelSpec
-from runtime.loading.vocabularies import vocabulary_map
+from runtime.loading.tokenizers import vocabulary_map
 from runtime.measuring.pass_times import CONTEXT_TOKENS, REPEATS, WIDTHS, PassTime, medians, time_passes
 from runtime.ranks.leading import check_group, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto

@@ -199,8 +199,9 @@ class Sessions:
 
     def _new_session(self, opened: Open, buffer: int) -> tuple[Session, trio.MemoryReceiveChannel[Commit]]:
         self.check_open()
+        opened = self.memory.bounded(opened)
         send, receive = trio.open_memory_channel[Commit](buffer)
-        session = Session(self.memory.bounded(opened), send)
+        session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         return session, receive
 

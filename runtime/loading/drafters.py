@@ -76,13 +76,10 @@ class Suggestion:
             return f"{self.model} ({size}, on this disk, {fit})"
         if self.kind is None:
             return f"{self.model} (about {size} from the hub, of the same family)"
-        parts = [self.kind, "trained for this model"]
-        if self.parameters is not None:
-            parts.append(f"{self.parameters} parameters")
-        parts.append("from the hub")
-        if self.licence is not None:
-            parts.append(f"licence {self.licence}")
-        return f"{self.model} ({', '.join(parts)})"
+        parameters = self.parameters and f"{self.parameters} parameters"
+        licence = self.licence and f"licence {self.licence}"
+        parts = self.kind, "trained for this model", parameters, "from the hub", licence
+        return f"{self.model} ({', '.join(filter(None, parts))})"
 
 
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
@@ -212,8 +209,8 @@ def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
     if ours is None or theirs is None:
         return False
     by_id = {id: token for token, id in ours.items()}
-    common = [by_id[id] == token for token, id in theirs.items() if id in by_id]
-    return bool(common) and all(common)
+    common = {by_id[id] == token for token, id in theirs.items() if id in by_id}
+    return common == {True}
 
 
 @cache

@@ -38,8 +38,7 @@ from runtime.loading.model_files import check_folder, config_in, folder_of, load
 from runtime.loading.model_reading import read_model
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.named_models import named_model
-from runtime.loading.tokenizers import wrapped
-from runtime.loading.vocabularies import vocabulary_map
+from runtime.loading.tokenizers import vocabulary_map, wrapped
 
 logger = logging.getLogger("outrider")
 # What "auto" takes as a drafter; commands print it.

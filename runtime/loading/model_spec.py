@@ -11,7 +11,7 @@ import attrs
 
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
-from protocol.validation import check_flag, check_integer, must_be
+from protocol.validation import flag, integer, must_be, validator
 
 # mlx-lm's modes of quantisation, and the bits and group sizes that MLX has kernels for in each.
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -20,6 +20,12 @@ _FIXED = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 
 # The files of an adapter, as mlx_lm.lora writes them.
 _ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+
+
+@validator
+def _by_name(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise must_be(name, "a mapping from names to values", value)
 
 
 @attrs.frozen
@@ -48,11 +54,11 @@ class ModelSpec:
     path: str | os.PathLike[str]
     adapter_path: str | os.PathLike[str] | None = attrs.field(default=None, kw_only=True)
     revision: str | None = attrs.field(default=None, kw_only=True)
-    trust_remote_code: bool = attrs.field(default=False, kw_only=True)
-    tokenizer_config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, hash=False)
-    model_config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, hash=False)
+    trust_remote_code: bool = attrs.field(default=False, kw_only=True, validator=flag)
+    tokenizer_config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, hash=False, validator=_by_name)
+    model_config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, hash=False, validator=_by_name)
     quantize: int | Mapping[str, Any] | None = attrs.field(default=None, kw_only=True, hash=False)
-    draft_vocabulary: int | None = attrs.field(default=None, kw_only=True)
+    draft_vocabulary: int | None = attrs.field(default=None, kw_only=True, validator=integer(1, or_none="all tokens"))
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
@@ -61,13 +67,7 @@ class ModelSpec:
             raise must_be("adapter_path", "the path of a directory or None", self.adapter_path)
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
             raise must_be("revision", "a branch, a tag, a commit or None", self.revision)
-        check_flag("trust_remote_code", self.trust_remote_code)
-        for name in ("tokenizer_config", "model_config"):
-            value = getattr(self, name)
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                raise must_be(name, "a mapping from names to values", value)
         _quantization(self.quantize)
-        check_integer("draft_vocabulary", self.draft_vocabulary, 1, or_none="all tokens")
 
     def __str__(self) -> str:
         """The path, which names the model in messages."""

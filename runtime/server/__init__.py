@@ -7,6 +7,6 @@ and `anthropic/`: each translates its requests, and makes its responses.
 
 `operations` declares each path once, for the routes and for the OpenAPI description; `context` is the state that all
 requests share, admission included; `errors` makes error responses; `grammars/` compiles JSON schemas; `models/` loads
-and unloads the models. `metrics` counts for Prometheus, `timelines` records streams that a client watches. `page/` and
-`docs/` are the web pages.
+and unloads the models. `reports` tells of models and requests, also to Prometheus; `timelines` records streams that a
+client watches. `page/` and `docs/` are the web pages.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib import resources
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
@@ -27,14 +28,15 @@ from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelLi
 from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.middleware import ClientPaths, CommonHeaders, Guard, host_error, key_error
+from runtime.server.middleware import first_part, host_error, key_error
 from runtime.server.models.pool import ModelPool
-from runtime.server.models.reports import HealthReport, ModelDescription, ModelList, Version, describe, health_report
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
+from runtime.server.reports import HealthReport, ModelDescription, ModelList, Version, describe, health_report
 from runtime.server.responses import api as responses_api
 from runtime.tracing.timeline import render, texts_of
 
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,14 +62,42 @@ class Service:
 
 
 @attrs.frozen
+class _Guard:
+    """Middleware that rejects the requests in which a check finds an error."""
+
+    _app: ASGIApp
+    _check: Callable[[Scope], ErrorResponse | None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._check(scope)
+        app = self._app if error is None else _error_response(error, scope["path"])
+        await app(scope, receive, send)
+
+
+@attrs.frozen
 class Application:
-    """An ASGI application, for a server on trio; made by `application`."""
+    """An ASGI application, for a server on trio; made by `application`.
+
+    It takes paths as clients write them: without `/v1`, as for other servers, and with a slash too many. A redirection
+    would lead from https to http where a proxy stands in front of the server.
+
+    It adds the headers that every response has. That is no middleware of Starlette's, which would not see the response
+    to an unhandled exception.
+    """
 
     app: ASGIApp
     admission: RequestAdmission  # a server that is about to stop drains it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *_HEADERS]}
+            await send(message)
+
+        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
+        # In place: what is noted in the scope later is read outside of here.
+        scope["path"] = f"/v1{path}" if first_part(path) in _BELOW_V1 else path
+        await self.app(scope, receive, send_with_headers)
 
 
 def application(
@@ -101,17 +131,15 @@ def application(
             ),
         ],
         middleware=[
-            Middleware(ClientPaths, names=_BELOW_V1),
-            Middleware(Guard, check=partial(host_error, service.hosts), respond=_error_response),
+            Middleware(_Guard, check=partial(host_error, service.hosts)),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),
-            Middleware(Guard, check=partial(key_error, service.api_key), respond=_error_response),
+            Middleware(_Guard, check=partial(key_error, service.api_key)),
         ],
         exception_handlers={ErrorResponse: _on_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
     app.router.redirect_slashes = False
-    # Not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
-    return Application(CommonHeaders(app), admission)
+    return Application(app, admission)
 
 
 def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:

@@ -15,8 +15,8 @@ import trio
 from runtime.server.answers.body import BodyMemory
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.limits import Limits
-from runtime.server.metrics import Metrics
 from runtime.server.models.pool import ModelPool
+from runtime.server.reports import Metrics
 
 if TYPE_CHECKING:
     from runtime.server.answers.api import Choices
@@ -32,9 +32,6 @@ _NUM_THREADS = 2
 # How many of the latest durations are kept, to estimate when other requests will end.
 _NUM_DURATIONS = 32
 _MAX_RETRY_AFTER_S = 60
-
-# Behind a load balancer, the next attempt reaches another server.
-_DRAINING_RETRY_AFTER_S = 1
 
 
 @attrs.define(eq=False)
@@ -59,7 +56,7 @@ class RequestAdmission:
                 503,
                 "the server is stopping and takes no new requests; ask another one, or this one once it runs again",
                 code="draining",
-                retry_after_s=_DRAINING_RETRY_AFTER_S,
+                retry_after_s=1,  # behind a load balancer, the next attempt reaches another server
             )
         if self.num_admitted >= self._max_streams() + self._max_waiting:
             seconds = self.retry_after_s

@@ -1,11 +1,11 @@
-"""Middleware: access log, headers of every response, addresses of clients, checks of host names and API keys."""
+"""Middleware: access log, addresses of clients, checks of host names and API keys."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import string
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import ip_address
@@ -87,57 +87,9 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
     return " ".join(fields)
 
 
-_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
-
 # First parts of the paths that need no API key, besides `/`: the web pages, which ask for the key, and paths that show
 # no text. Timelines do, but their ids cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
-
-
-@attrs.frozen
-class CommonHeaders:
-    """Adds the headers that every response has."""
-
-    _app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
-
-
-@attrs.frozen
-class ClientPaths:
-    """Takes paths as clients write them: without `/v1`, as for other servers, and with a slash too many.
-
-    A redirection would lead from https to http where a proxy stands in front of the server.
-    """
-
-    _app: ASGIApp
-    _names: Set[str]  # the first parts of the paths below `/v1`
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
-        # In place: what is noted in the scope later is read outside of here.
-        scope["path"] = f"/v1{path}" if _first_part(path) in self._names else path
-        await self._app(scope, receive, send)
-
-
-@attrs.frozen
-class Guard:
-    """Rejects the requests in which a check finds an error."""
-
-    _app: ASGIApp
-    _check: Callable[[Scope], ErrorResponse | None]
-    _respond: Callable[[ErrorResponse, str], ASGIApp]  # the response with an error, to a request for a path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._check(scope)
-        app = self._app if error is None else self._respond(error, scope["path"])
-        await app(scope, receive, send)
 
 
 def host_error(names: Sequence[str], scope: Scope) -> ErrorResponse | None:
@@ -216,10 +168,11 @@ def key_error(key: str | None, scope: Scope) -> ErrorResponse | None:
 
 def needs_key(path: str) -> bool:
     """Whether requests for a path need the API key, if the server has one."""
-    return path != "/" and _first_part(path) not in _OPEN
+    return path != "/" and first_part(path) not in _OPEN
 
 
-def _first_part(path: str) -> str:
+def first_part(path: str) -> str:
+    """The part of a path in front of its second slash."""
     return path.removeprefix("/").partition("/")[0]
 
 

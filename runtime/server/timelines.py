@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Literal
 
+import attrs
 from typing_extensions import TypedDict
 
 from protocol.trace import Event, Instant, Span
@@ -44,17 +45,16 @@ class ModelActivity(TypedDict):
     drafter: list[DrafterChange]
 
 
+@attrs.define
 class Timeline:
     """The events of one stream, including passes that it shared with others."""
 
-    def __init__(self, session: int, opened: list[Instant], began: float) -> None:
-        """A timeline of a stream that began at `began`, on the clock of events; `opened` are its events so far."""
-        self.events: list[Event] = list(opened)
-        self.num_lost = 0  # events beyond `MAX_EVENTS`
-        self.session = session
-        self._began = began
-        self._num_reported = 0
-        self._drafter_state: DrafterState | None = None
+    session: int
+    events: list[Event]
+    _began: float  # when the stream began, on the clock of events
+    num_lost: int = 0  # events beyond `MAX_EVENTS`
+    _num_reported: int = 0
+    _drafter_state: DrafterState | None = None
 
     def add(self, event: Event) -> None:
         """Record an event, or count it as lost."""
@@ -118,7 +118,7 @@ class Timelines:
         Args:
             began: when its stream began, in seconds on the clock of events.
         """
-        opened = [instant for instant in self._opened if instant.session == session]
+        opened: list[Event] = [instant for instant in self._opened if instant.session == session]
         timeline = self._timelines[id] = self._by_session[session] = Timeline(session, opened, began)
         if len(self._timelines) > MAX_TIMELINES:
             _, oldest = self._timelines.popitem(last=False)

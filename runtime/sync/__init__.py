@@ -24,11 +24,10 @@ from protocol.errors import PromptError, WrongEventLoopError
 from protocol.settings import SettingsLike, settings_from, with_overrides
 from protocol.statistics import Statistics
 from runtime.bridge.portal import Future, Portal, TrioThread
+from runtime.bridge.runtime import Completions, RuntimeState, StreamState, opened
 from runtime.bridge.runtime import Conversation as ConversationHandle
 from runtime.bridge.runtime import Runtime as RuntimeHandle
-from runtime.bridge.runtime import RuntimeState, opened
-from runtime.bridge.streams import Completions, StreamState
-from runtime.bridge.streams import TokenStream as StreamHandle
+from runtime.bridge.runtime import TokenStream as StreamHandle
 from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
 from runtime.generation.conversation import Message
 from runtime.generation.many_prompts import C

@@ -27,9 +27,9 @@ def changed(model: nn.Module, name: str, change: Callable[[mx.array], mx.array])
     return copy
 
 
-def quantized(bits: int, group_size: int = 32) -> nn.Module:
+def quantized(bits: int) -> nn.Module:
     model = llama(hidden_size=64, num_attention_heads=4)
-    nn.quantize(model, group_size=group_size, bits=bits)
+    nn.quantize(model, group_size=32, bits=bits)
     return model
 
 

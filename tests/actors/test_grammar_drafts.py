@@ -99,8 +99,8 @@ def test_under_rejection_texts_have_the_targets_distribution_whatever_is_forced(
     by_whom = Counter[str | None]()
     by_length: dict[int, list[tuple[Counter[Any], Counter[Any]]]] = {1: [], 2: [], 4: [], 12: []}
     settings = {"acceptance": "rejection", "lookahead": lookahead, "max_tokens": 12}
-    num_sessions = 240 if lookahead == 1 else 150
-    for seed in range(3):
+    num_sessions = 300 if lookahead == 1 else 150
+    for seed in range(4):
         completions = run(lambda seed=seed: sample(num_sessions, draft, seed, **settings))
         by_whom.update(token.drafted_by for completion in completions for token in completion.tokens)
         expected = outcomes(scripted(1), seed)

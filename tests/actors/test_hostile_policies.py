@@ -116,36 +116,27 @@ def goes_by_the_token(node: Node) -> bool:
     return node.token in (0, 2)
 
 
-def sampled(
-    policy: Hostile,
-    num_tokens: int,
-    seed: int = 1,
-    report_delay: float | None = None,
-    is_trained: bool = False,
-    target: ScriptedModel | None = None,
-    draft: ScriptedModel | None = None,
-) -> list[int]:
+def sampled(policy: Hostile, *, report_delay: float | None = None, is_trained: bool = False) -> list[int]:
     """A long text under the rejection rule."""
     near, stale = markov(NEAR), markov(STALE)
 
     async def main() -> list[int]:
-        kind = RecordingTarget if is_trained else ScriptedModel
-        drafting = draft or ScriptedModel(near, vocab_size=4)
+        kind, drafting = ScriptedModel, ScriptedModel(near, vocab_size=4)
         if is_trained:
+            kind = RecordingTarget
             drafting = TrainedDraft(
                 lambda history, staleness: (stale if staleness > 1 else near)(history), vocab_size=4
             )
         async with simulated(
-            target or kind(markov(TARGET), vocab_size=4),
+            kind(markov(TARGET), vocab_size=4),
             drafting,
-            price=random_price(seed),
+            price=random_price(1),
             draft_price=lambda job: 0.25 + (len(drafting.sequences[0].fed) * 7 % 11 if drafting.sequences else 0) / 8,
             make_policy=lambda settings, prices: policy,
             report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
-            text = await text_of(
-                simulation, PROMPT, max_tokens=num_tokens, temperature=1.0, acceptance="rejection", seed=seed
-            )
+            asked = {"temperature": 1.0, "acceptance": "rejection", "seed": 1}
+            text = await text_of(simulation, PROMPT, max_tokens=NUM_TOKENS, **asked)
             policy.longest_run = max(len(done) for done in simulation.draft_worker.runs)
             return text
 
@@ -182,14 +173,14 @@ def likelihood(text: Sequence[int]) -> float:
 def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str) -> None:
     allows, admits = LEGAL[what]
     policy = Hostile(allows, admits)
-    assert likelihood(sampled(policy, NUM_TOKENS)) > SIGNIFICANCE
+    assert likelihood(sampled(policy)) > SIGNIFICANCE
     assert policy.num_held_back > 100
 
 
 @pytest.mark.slow
 def test_a_policy_that_knows_the_token_shows_in_the_text() -> None:
     # Rests would leave fewer drafts.
-    assert likelihood(sampled(Hostile(admits=goes_by_the_token, rests=False), NUM_TOKENS)) < SIGNIFICANCE
+    assert likelihood(sampled(Hostile(admits=goes_by_the_token, rests=False))) < SIGNIFICANCE
 
 
 @attrs.define
@@ -215,13 +206,13 @@ class Straying(Hostile):
 @pytest.mark.parametrize(("min_confidence", "report_delay"), [(0.0, None), (0.7, 0.25), (0.0, 2.0)])
 def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_delay: float | None) -> None:
     policy = Straying(min_confidence=min_confidence)
-    assert likelihood(sampled(policy, NUM_TOKENS, report_delay=report_delay)) > SIGNIFICANCE
+    assert likelihood(sampled(policy, report_delay=report_delay)) > SIGNIFICANCE
     assert policy.longest_run > 1
 
 
 @pytest.mark.slow
 def test_a_trained_drafter_may_propose_what_it_drafted_on_hidden_states_of_its_own() -> None:
-    assert likelihood(sampled(Hostile(), NUM_TOKENS, is_trained=True)) > SIGNIFICANCE
+    assert likelihood(sampled(Hostile(), is_trained=True)) > SIGNIFICANCE
 
 
 # --- the other rules ------------------------------------------------------------------------------

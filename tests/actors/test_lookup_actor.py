@@ -206,7 +206,6 @@ async def test_a_prediction_that_misleads_changes_nothing_of_the_text(
 async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
     """The proposals of a whole generation."""
     await text_of(simulation, prompt, **settings)
-    assert isinstance(simulation.target_worker.sessions.received, dict)
     (received,) = simulation.target_worker.sessions.received.values()
     return [message for message in received if isinstance(message, Proposal)]
 

@@ -59,22 +59,20 @@ def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list
     return [[p / sum(row) for p in row] for row in powers]
 
 
-def triples(
-    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET
-) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
     """For each pair of successive tokens, what followed it, and what should: that depends on the second only."""
     after: dict[tuple[int, int], Counter[int]] = {}
     for text in texts:
         for x, y, z in zip(text, text[1:], text[2:], strict=False):
             after.setdefault((x, y), Counter())[z] += 1
-    return [(counts, dict(enumerate(table[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
+    return [(counts, dict(enumerate(TARGET[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
 
 
-def assert_drawn_of(table: Sequence[Sequence[float]], tokens: Sequence[Sequence[Token]]) -> None:
+def assert_drawn_of_target(tokens: Sequence[Sequence[Token]]) -> None:
     """Texts that are not over before their third token."""
     texts = [ids(text) for text in tokens]
-    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(table, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts], table)) > SIGNIFICANCE
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
 
 
 def share_drafted(tokens: Sequence[Sequence[Token]]) -> float:
@@ -148,7 +146,7 @@ def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> 
     # The common case is tested with more sessions.
     num_sessions = 2 * NUM_SESSIONS if situation == "lookahead 2" else NUM_SESSIONS
     tokens = run(lambda: sample(num_sessions, *models, max_tokens=6, **settings))
-    assert_drawn_of(TARGET, tokens)
+    assert_drawn_of_target(tokens)
     assert share_drafted(tokens) > 0.2
 
 
@@ -191,7 +189,7 @@ def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_
         copy_at_a_fixed_lookahead(monkeypatch)
         models, asked = (target(undo=undo), drafter()), {**asked, "draft_part": 0.1}
     tokens = run(lambda: sample(2 * NUM_SESSIONS, *models, **asked))
-    assert_drawn_of(TARGET, tokens)
+    assert_drawn_of_target(tokens)
     if lookahead != "auto":  # which may find that it does not pay
         drafters = Counter(token.drafted_by for text in tokens for token in text)
         assert share_drafted(tokens) > 0.1
@@ -249,7 +247,7 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
 ) -> None:
     # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
-    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=2000, lookahead=1))
+    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
     pairs = judged(tokens)
     overlaps = [sum(map(min, TARGET[last], DRAFT[last])) for last, _ in pairs]
     accepted = sum(token.from_draft for _, token in pairs)
@@ -338,7 +336,7 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(is_marked: 
             return [(await simulation.runtime.generate(PROMPT, **asked)).tokens for _ in range(2 * NUM_SESSIONS)]
 
     tokens = run(sampled)
-    assert_drawn_of(TARGET, tokens)
+    assert_drawn_of_target(tokens)
     # Two independent draws are equal in about one case of four.
     assert (share_drafted(tokens) > 0.05) == is_marked
 

@@ -85,7 +85,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
     wrapped = MLXModel(model, CacheOptions())
     if name not in QUICK and wrapped.sharing_obstacle() is not None:
         return  # its texts take turns
-    num_tokens = NUM_TOKENS if name in QUICK else NUM_TOKENS // 3
+    num_tokens = NUM_TOKENS if name in QUICK else NUM_TOKENS // 4
     texts, draws = texts_of(name, model, wrapped, num_tokens), random.Random(2)
     has_shared = False
     while any(len(text.generated) < num_tokens for text in texts):

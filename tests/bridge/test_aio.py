@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import functools
 import gc
-import inspect
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +24,8 @@ import chat_models
 import mlx.nn as nn
 import pytest
 import trio
-import uvloop
 from blocking_models import BlockingModel, released_on_exit
-from completions import ids
+from faces import FACES, on_asyncio
 from garbage import collect_garbage
 from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text, the_next_text_is_right
 from models import prompt_of
@@ -41,39 +38,6 @@ from protocol.trace import Event, Span
 from runtime.bridge.portal import TrioThread
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
-
-Main = Callable[[], Coroutine[Any, Any, Any]]
-Run = Callable[[Main], Any]
-
-
-# For tests of what crosses threads: waiting, cancelling, leaving. Others run on asyncio's own loop.
-UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
-on_both_loops = pytest.mark.parametrize("run", [pytest.param(None, id="asyncio"), UVLOOP], indirect=True)
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Run an async function as `asyncio.run` does, on either loop, and check that no thread is left."""
-
-    def run(main: Main) -> Any:
-        with asyncio.Runner(loop_factory=getattr(request, "param", None)) as runner:
-            return runner.run(main())
-
-    yield run
-    assert outrider_threads() == []
-
-
-def in_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of an async function, which `run` runs."""
-
-    def run_in_asyncio(run: Run, **given: Any) -> None:
-        run(functools.partial(test, **given))
-
-    functools.update_wrapper(run_in_asyncio, test)
-    signature = inspect.signature(test)
-    fixtures = [*signature.parameters.values(), inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)]
-    run_in_asyncio.__signature__ = signature.replace(parameters=fixtures)
-    return run_in_asyncio
 
 
 def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:
@@ -118,14 +82,14 @@ async def test_trio_is_told_to_use_what_is_made_for_it() -> None:
             raise AssertionError("should not be reached")
 
 
-@in_asyncio
+@on_asyncio
 async def test_asyncio_is_told_where_it_asks_for_what_is_trios() -> None:
     with pytest.raises(runtime.WrongEventLoopError, match=r"runtime\.aio\.open"):
         async with runtime.open((target(), None)):
             raise AssertionError("should not be reached")
 
 
-@in_asyncio
+@on_asyncio
 async def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on() -> None:
     async with opened() as rt:
         stream = rt.stream(PROMPT, max_tokens=12)
@@ -206,9 +170,8 @@ async def by_an_anyio_scope(rt: runtime.aio.Runtime, due: Awaitable[None]) -> No
 WAYS = [by_cancelling_the_task, by_cancelling_a_completion, by_timeout, by_an_anyio_scope]
 
 
-@on_both_loops
 @pytest.mark.parametrize("when", ["prefill", "decode"])
-@in_asyncio
+@partial(on_asyncio, uvloop=True)
 async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(when: str) -> None:
     trace, held = Trace(), BlockingModel(target())
     async with opened(held, trace=trace, prefix_cache_bytes=0) as rt:
@@ -228,7 +191,7 @@ async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(
     assert trace.is_put_away()
 
 
-@in_asyncio
+@on_asyncio
 async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
     trace, held = Trace(), BlockingModel(target())
     async with opened(held, trace=trace, max_streams=1) as rt:
@@ -245,8 +208,7 @@ async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
             assert {event.session for event in trace.events} <= {None, 0}
 
 
-@on_both_loops
-@in_asyncio
+@partial(on_asyncio, uvloop=True)
 async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop() -> None:
     held = BlockingModel(target())
 
@@ -271,7 +233,7 @@ async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(
     assert outrider_threads() == []
 
 
-@in_asyncio
+@on_asyncio
 async def test_cancelling_while_models_are_being_opened_waits_for_that() -> None:
     held = BlockingModel(target())
     held.block()  # opening runs forward passes to time the models
@@ -291,7 +253,7 @@ async def test_cancelling_while_models_are_being_opened_waits_for_that() -> None
     assert outrider_threads() == []
 
 
-@in_asyncio
+@on_asyncio
 async def test_leaving_under_an_anyio_scope_that_is_cancelled() -> None:
     held = BlockingModel(target())
     with anyio.CancelScope() as scope:
@@ -305,8 +267,8 @@ async def test_leaving_under_an_anyio_scope_that_is_cancelled() -> None:
     assert scope.cancelled_caught
 
 
-@on_both_loops
-def test_ctrl_c_ends_everything(run: Run) -> None:
+@pytest.mark.parametrize("name", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
+def test_ctrl_c_ends_everything(name: str) -> None:
     held = BlockingModel(target())
 
     async def main() -> None:
@@ -321,7 +283,8 @@ def test_ctrl_c_ends_everything(run: Run) -> None:
             await waiting
 
     with pytest.raises(KeyboardInterrupt):
-        run(main)
+        FACES[name]().run(main)
+    assert outrider_threads() == []
 
 
 IMPORTS_OF_THE_LOOP = """
@@ -342,7 +305,7 @@ async def main():
 imported = []
 asyncio.run(main())
 heavy = {"actors", "attrs", "jinja2", "mlx", "mlx_lm", "numpy", "tokenizers", "transformers", "trio"}
-print(sorted(set(imported) & {*heavy, "runtime.aio.runtime"}))
+print(sorted(set(imported) & {*heavy, "runtime.bridge.runtime"}))
 print("mlx_lm" in sys.modules)
 """
 
@@ -358,7 +321,7 @@ def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there
 # --- without a block ------------------------------------------------------------------------------
 
 
-@in_asyncio
+@on_asyncio
 async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
     rt = await opened()
     await the_next_text_is_right(rt)
@@ -376,7 +339,7 @@ async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
         assert outrider_threads() == []
 
 
-@in_asyncio
+@on_asyncio
 async def test_a_runtime_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> None:
     rt = await opened()
     stream = rt.stream(PROMPT, max_tokens=12)
@@ -388,7 +351,7 @@ async def test_a_runtime_that_nobody_holds_closes_itself_and_a_stream_holds_it()
     join_the_trio_thread()
 
 
-@in_asyncio
+@on_asyncio
 async def test_a_cancelled_closing_goes_on_to_the_end() -> None:
     held = BlockingModel(target())
     rt = await opened(held)
@@ -457,9 +420,8 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread() -> None:
 # --- the loop, and what crosses threads -----------------------------------------------------------
 
 
-@on_both_loops
 @pytest.mark.parametrize("after", [0, 2, 7])
-@in_asyncio
+@partial(on_asyncio, uvloop=True)
 async def test_the_loop_goes_round_while_a_model_is_at_work(after: int) -> None:
     held = BlockingModel(target())
     held.block(after=after)
@@ -480,7 +442,7 @@ async def test_the_loop_goes_round_while_a_model_is_at_work(after: int) -> None:
         await task
 
 
-@in_asyncio
+@on_asyncio
 async def test_a_slow_consumer_slows_the_models() -> None:
     trace = Trace()
     async with opened(trace=trace) as rt:
@@ -498,7 +460,7 @@ async def test_a_slow_consumer_slows_the_models() -> None:
             assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
 
 
-@in_asyncio
+@on_asyncio
 async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = mock.Mock(side_effect=TrioThread.resolve)
     monkeypatch.setattr(TrioThread, "resolve", lambda *arguments: resolve(*arguments))
@@ -517,9 +479,8 @@ async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert resolve.call_count <= 2
 
 
-@on_both_loops
 @pytest.mark.slow
-@in_asyncio
+@partial(on_asyncio, uvloop=True)
 async def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream() -> None:
     async with opened() as rt:
         await the_next_text_is_right(rt)
@@ -557,7 +518,7 @@ async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
         yield token.id
 
 
-@in_asyncio
+@on_asyncio
 async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() -> None:
     async with opened() as rt:
         tokens = tokens_of(rt)
@@ -571,208 +532,10 @@ async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() ->
         await until_in_asyncio(lambda: rt.num_streams == 0)
 
 
-# --- many prompts, and conversations --------------------------------------------------------------
-
-PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
+# --- conversations --------------------------------------------------------------------------------
 
 
-@in_asyncio
-async def test_prompts_are_taken_from_an_async_iterable_in_its_loop_as_there_is_room() -> None:
-    name: contextvars.ContextVar[str] = contextvars.ContextVar("name")
-    taken: list[str] = []
-
-    async def prompts(num_prompts: int, error: Exception | None = None) -> AsyncIterator[tuple[int, ...]]:
-        try:
-            for number in range(num_prompts):
-                await asyncio.sleep(0)
-                taken.append(name.get())
-                yield PROMPTS[number % 5]
-            if error is not None:
-                raise error
-        finally:
-            taken.append("closed")
-
-    async with opened() as rt:
-        name.set("mine")
-        many = rt.generate_many(prompts(5), max_concurrent=2, max_tokens=6)
-        assert [ids(completion) for completion in await many] == [text(6, prompt) for prompt in PROMPTS]
-        assert repr(many) == "<outrider aio.Completions, over: 5 given>"
-        assert taken == ["mine"] * 5 + ["closed"]
-
-        taken.clear()
-        async with rt.generate_many(prompts(10**9), max_concurrent=2, max_tokens=2) as many:
-            await anext(many)
-            await until_in_asyncio(lambda: len(taken) >= 4 and rt.num_streams == 0)
-            # At most two that are finished in the trio thread, two that wait for room, and what one request brought.
-            assert len(taken) <= 8
-        with pytest.raises(ZeroDivisionError):
-            await rt.generate_many(prompts(2, ZeroDivisionError()), on_error="return", max_tokens=2)
-
-
-@in_asyncio
-async def test_a_wait_for_the_next_prompt_is_cancelled_with_the_generations() -> None:
-    ended = asyncio.Event()
-
-    async def prompts() -> AsyncIterator[tuple[int, ...]]:
-        yield PROMPT
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            ended.set()
-
-    async with opened() as rt:
-        async with rt.generate_many(prompts(), max_tokens=2) as many:
-            assert ids((await anext(many))[1]) == text(2)
-        await ended.wait()
-        await the_next_text_is_right(rt)
-
-
-async def in_a_timeout() -> AsyncIterator[tuple[int, ...]]:
-    async with asyncio.timeout(600):
-        for prompt in PROMPTS:
-            yield prompt
-
-
-async def in_a_timeout_that_is_over() -> AsyncIterator[tuple[int, ...]]:
-    async with asyncio.timeout(600) as timeout:
-        yield PROMPT
-        timeout.reschedule(asyncio.get_running_loop().time())
-        yield PROMPT
-        await asyncio.get_running_loop().create_future()
-
-
-async def in_a_scope_of_anyio() -> AsyncIterator[tuple[int, ...]]:
-    with anyio.fail_after(600):
-        for prompt in PROMPTS:
-            yield prompt
-
-
-async def in_a_task_group() -> AsyncIterator[tuple[int, ...]]:
-    async with asyncio.TaskGroup() as group:
-        for prompt in PROMPTS:
-            group.create_task(asyncio.sleep(0))
-            yield prompt
-
-
-async def in_a_task_group_that_fails() -> AsyncIterator[tuple[int, ...]]:
-    async def fail() -> None:
-        raise ZeroDivisionError
-
-    async with asyncio.TaskGroup() as group:
-        yield PROMPT
-        group.create_task(fail())
-        yield PROMPT
-        await asyncio.get_running_loop().create_future()
-
-
-@in_asyncio
-async def test_a_generator_of_prompts_may_have_timeouts_and_task_groups_around_its_yield() -> None:
-    async with opened() as rt:
-        for prompts in (in_a_timeout, in_a_scope_of_anyio, in_a_task_group):
-            completions = await rt.generate_many(prompts(), max_concurrent=2, max_tokens=4)
-            assert [ids(completion) for completion in completions] == [text(4, prompt) for prompt in PROMPTS]
-        for prompts, error in (
-            (in_a_timeout_that_is_over, TimeoutError),
-            (in_a_task_group_that_fails, ExceptionGroup),
-        ):
-            for max_concurrent in (1, 3):
-                with pytest.raises(error):
-                    await rt.generate_many(prompts(), max_concurrent=max_concurrent, max_tokens=4)
-        await the_next_text_is_right(rt)
-
-
-@on_both_loops
-@in_asyncio
-async def test_a_generator_of_prompts_is_closed_in_its_own_task_however_it_is_left() -> None:
-    tasks: list[asyncio.Task[Any] | None] = []
-    closed: list[Any] = []
-
-    async def prompts(way: str, *first: Any) -> AsyncIterator[Any]:
-        try:
-            async with asyncio.TaskGroup():
-                for prompt in (*first, *[PROMPT] * 100):
-                    tasks.append(asyncio.current_task())
-                    yield prompt
-        finally:
-            await asyncio.sleep(0)
-            tasks.append(asyncio.current_task())
-            closed.append(way)
-
-    async with opened() as rt:
-        for way in ("break", "error", "close"):
-            tasks.clear()
-            kept = prompts(way, PROMPT, "no ids") if way == "error" else prompts(way)
-            many = rt.generate_many(kept, max_concurrent=1, max_tokens=2)
-            if way == "error":
-                with pytest.raises(runtime.PromptError):
-                    await many
-            else:
-                async with many:
-                    await anext(many)
-                    if way == "close":
-                        await rt.aclose()
-            await until_in_asyncio(functools.partial(closed.__contains__, way))
-            assert len(tasks) > 1
-            assert len(set(tasks)) == 1
-
-
-@in_asyncio
-async def test_a_generator_of_prompts_that_goes_on_after_its_cancellation_is_closed() -> None:
-    is_waiting, ended = asyncio.Event(), asyncio.Event()
-
-    async def prompts() -> AsyncIterator[tuple[int, ...]]:
-        try:
-            with contextlib.suppress(asyncio.CancelledError):
-                is_waiting.set()
-                await asyncio.get_running_loop().create_future()
-            yield PROMPT
-        finally:
-            ended.set()
-
-    async with opened() as rt:
-        kept = prompts()
-        async with rt.generate_many(kept, max_tokens=2):
-            await is_waiting.wait()
-        async with asyncio.timeout(30):
-            await ended.wait()
-
-
-@in_asyncio
-async def test_many_prompts_can_be_left_in_every_way() -> None:
-    held = BlockingModel(target())
-    async with opened(held) as rt, contextlib.AsyncExitStack() as stack:
-        stack.enter_context(released_on_exit(held))
-        for way in ("cancel", "aclose", "leave", "break", "drop"):
-            # The others are not over when the first is.
-            many = rt.generate_many(
-                [PROMPTS[0], *((prompt, LONG) for prompt in PROMPTS[1:])], max_concurrent=3, max_tokens=12
-            )
-            if way == "break":
-                async for _ in many:
-                    break
-            held.block()
-            await held.blocked_in_asyncio()
-            match way:
-                case "cancel":
-                    task = asyncio.create_task(anext(many))
-                    await turns()
-                    await cancelled(task)
-                case "aclose":
-                    await many.aclose()
-                    with pytest.raises(runtime.RuntimeClosedError):
-                        await anext(many)
-                case "leave":
-                    async with many:
-                        pass
-            del many
-            collect_garbage()
-            held.release()
-            await the_next_text_is_right(rt)
-            await until_in_asyncio(lambda: rt.num_streams == 0)
-
-
-@on_both_loops
-@in_asyncio
+@partial(on_asyncio, uvloop=True)
 async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(tmp_path: Path) -> None:
     async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
         conversation = rt.conversation(max_tokens=3)
@@ -791,7 +554,7 @@ async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_runni
         await conversation.generate("\n")
 
 
-@in_asyncio
+@on_asyncio
 async def test_a_save_in_progress_is_told_that_the_runtime_closed(tmp_path: Path) -> None:
     for number in (0, 1, 3):
         async with runtime.aio.open(*chat_models.pair(template=None)) as rt:

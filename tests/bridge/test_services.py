@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import fastapi_app
+import httpx
 import pytest
 import trio
 import trio.lowlevel
@@ -17,6 +18,7 @@ import trio_service
 import uvicorn
 from blocking_models import BlockingModel, released_on_exit
 from chat_models import target, tokenizer
+from faces import on_asyncio
 from models import Failing, near
 from polling import until_in_asyncio, until_in_trio
 from sweeps import sweep
@@ -180,10 +182,19 @@ async def served(of: Any, **options: Any) -> AsyncIterator[tuple[Any, int]]:
             assert not serving.done()
             await asyncio.sleep(0.001)
         try:
-            yield app, listening.getsockname()[1]
+            async with asyncio.timeout(HANGS_S):
+                yield app, listening.getsockname()[1]
         finally:
             server.should_exit = True
             await serving
+
+
+async def answered(port: int, path: str, **body: Any) -> tuple[int, bytes]:
+    """The status and the body."""
+    async with httpx.AsyncClient(timeout=HANGS_S) as client:
+        headers = {"Content-Type": "application/json"}
+        answer = await client.post(f"http://127.0.0.1:{port}{path}", content=json.dumps(body), headers=headers)
+        return answer.status_code, answer.content
 
 
 async def request(port: int, path: str, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -195,87 +206,58 @@ async def request(port: int, path: str, **body: Any) -> tuple[asyncio.StreamRead
     return reader, writer
 
 
-async def answered(port: int, path: str, **body: Any) -> tuple[int, bytes]:
-    """The status and the body."""
-    reader, writer = await request(port, path, **body)
-    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    if b"transfer-encoding: chunked" in head.lower():
-        chunks, content = content, b""
-        while chunks:
-            size, _, chunks = chunks.partition(b"\r\n")
-            content, chunks = content + chunks[: int(size, 16)], chunks[int(size, 16) + 2 :]
-    return int(head.split()[1]), content
-
-
-def in_asyncio(main: Callable[[], Any]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(HANGS_S):
-            await main()
-
-    asyncio.run(bounded())
-
-
-def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
-    async def main() -> None:
-        async with served(target()) as (app, port):
-            wanted = (await app.state.runtime.generate("x = 1", max_tokens=12)).text
-            status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=12)
-            said = json.loads(body)
-            assert (status, said["text"], said["finish_reason"], said["num_tokens"]) == (200, wanted, "length", 12)
-            status, body = await answered(port, "/stream", prompt="x = 1", max_tokens=12)
-            *pieces, end = [json.loads(line) for line in body.splitlines()]
-            assert (status, "".join(piece["text"] for piece in pieces)) == (200, wanted)
-            assert end == {"finish_reason": "length"}
-
-    in_asyncio(main)
+@on_asyncio
+async def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
+    async with served(target()) as (app, port):
+        wanted = (await app.state.runtime.generate("x = 1", max_tokens=12)).text
+        status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=12)
+        said = json.loads(body)
+        assert (status, said["text"], said["finish_reason"], said["num_tokens"]) == (200, wanted, "length", 12)
+        status, body = await answered(port, "/stream", prompt="x = 1", max_tokens=12)
+        *pieces, end = [json.loads(line) for line in body.splitlines()]
+        assert (status, "".join(piece["text"] for piece in pieces)) == (200, wanted)
+        assert end == {"finish_reason": "length"}
 
 
 @sweep(("path", "stage"), [("/generate", "reading"), ("/stream", "writing")])
-def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
+@on_asyncio
+async def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
     held = BlockingModel(target())
-
-    async def main() -> None:
-        async with served(held) as (app, port):
-            with released_on_exit(held):
-                rt = app.state.runtime
-                held.block(after=0 if stage == "reading" else 6)
-                reader, writer = await request(port, path, **LONG, max_tokens=1000)
-                await held.blocked_in_asyncio()
-                if stage == "writing" and path == "/stream":
-                    assert b"text" in await reader.readuntil(b"}\n")
-                assert rt.num_streams == 1
-                writer.close()
-                # The target blocks in a forward pass, and nothing waits for it.
-                await until_in_asyncio(lambda: rt.num_streams == 0)
-                held.release()
-                status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
-                assert (status, json.loads(body)["num_tokens"]) == (200, 4)
-
-    in_asyncio(main)
+    async with served(held) as (app, port):
+        with released_on_exit(held):
+            rt = app.state.runtime
+            held.block(after=0 if stage == "reading" else 6)
+            reader, writer = await request(port, path, **LONG, max_tokens=1000)
+            await held.blocked_in_asyncio()
+            if stage == "writing" and path == "/stream":
+                assert b"text" in await reader.readuntil(b"}\n")
+            assert rt.num_streams == 1
+            writer.close()
+            # The target blocks in a forward pass, and nothing waits for it.
+            await until_in_asyncio(lambda: rt.num_streams == 0)
+            held.release()
+            status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
+            assert (status, json.loads(body)["num_tokens"]) == (200, 4)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/stream"])
-def test_what_fails_before_the_first_token_has_a_status(path: str) -> None:
+@on_asyncio
+async def test_what_fails_before_the_first_token_has_a_status(path: str) -> None:
     failing = Failing(target())
-
-    async def main() -> None:
-        async with served(failing) as (_, port):
-            for body, wanted, complaint in [
-                ({"prompt": "x", "temperature": -1}, 422, "temperature"),
-                ({"prompt": "x", "max_tokens": 0}, 422, "max_tokens"),
-                ({"prompt": "x", "temperature": float("nan")}, 422, "temperature"),
-                ({"prompt": float("nan")}, 422, "prompt"),
-                ({"prompt": "x", "colour": "red"}, 422, "colour"),
-                ({}, 422, "prompt"),
-                ({"prompt": ""}, 400, "empty"),
-                ({"prompt": [{"role": "user", "content": "x"}]}, 400, "chat template"),
-            ]:
-                status, said = await answered(port, path, **body)
-                assert (status, complaint in json.loads(said)["error"]) == (wanted, True)
-            failing.fails = True
-            for _ in range(2):
-                status, said = await answered(port, path, prompt="x = 1")
-                assert (status, "out of memory" in json.loads(said)["error"]) == (503, True)
-
-    in_asyncio(main)
+    async with served(failing) as (_, port):
+        for body, wanted, complaint in [
+            ({"prompt": "x", "temperature": -1}, 422, "temperature"),
+            ({"prompt": "x", "max_tokens": 0}, 422, "max_tokens"),
+            ({"prompt": "x", "temperature": float("nan")}, 422, "temperature"),
+            ({"prompt": float("nan")}, 422, "prompt"),
+            ({"prompt": "x", "colour": "red"}, 422, "colour"),
+            ({}, 422, "prompt"),
+            ({"prompt": ""}, 400, "empty"),
+            ({"prompt": [{"role": "user", "content": "x"}]}, 400, "chat template"),
+        ]:
+            status, said = await answered(port, path, **body)
+            assert (status, complaint in json.loads(said)["error"]) == (wanted, True)
+        failing.fails = True
+        for _ in range(2):
+            status, said = await answered(port, path, prompt="x = 1")
+            assert (status, "out of memory" in json.loads(said)["error"]) == (503, True)

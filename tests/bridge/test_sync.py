@@ -6,7 +6,6 @@ waited for the model would hang.
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 import trio
 from blocking_models import BlockingModel, released_on_exit
 from completions import ids
+from faces import on_asyncio
 from garbage import collect_garbage
 from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text
 from our_threads import outrider_threads
@@ -130,45 +130,38 @@ def test_ctrl_c_while_models_are_being_opened_waits_for_that() -> None:
 # --- beside event loops ---------------------------------------------------------------------------
 
 
-def test_trio_is_told_to_use_what_is_made_for_it() -> None:
-    with opened() as rt:
-
-        async def main() -> None:
-            calls: list[Callable[[], object]] = [
-                opened,
-                lambda: runtime.generate_sync(PROMPT, target=(target(), None)),
-                lambda: rt.stream(PROMPT),
-                lambda: rt.generate_many([PROMPT]),
-                rt.close,
-            ]
-            for call in calls:
-                with pytest.raises(runtime.WrongEventLoopError, match=r"async with runtime\.open"):
-                    call()
-            completion = await trio.to_thread.run_sync(lambda: rt.generate(PROMPT, max_tokens=4))
-            assert ids(completion) == text(4)
-
-        trio.run(main)
+async def test_trio_is_told_to_use_what_is_made_for_it() -> None:
+    rt = await trio.to_thread.run_sync(opened)
+    calls: list[Callable[[], object]] = [
+        opened,
+        lambda: runtime.generate_sync(PROMPT, target=(target(), None)),
+        lambda: rt.stream(PROMPT),
+        lambda: rt.generate_many([PROMPT]),
+        rt.close,
+    ]
+    for call in calls:
+        with pytest.raises(runtime.WrongEventLoopError, match=r"async with runtime\.open"):
+            call()
+    completion = await trio.to_thread.run_sync(lambda: rt.generate(PROMPT, max_tokens=4))
+    assert ids(completion) == text(4)
+    await trio.to_thread.run_sync(rt.close)
 
 
-def test_under_asyncio_it_says_what_to_write_instead() -> None:
-    async def main() -> None:
-        for call in (opened, lambda: runtime.generate_sync(PROMPT, target=(target(), None))):
-            with pytest.raises(runtime.WrongEventLoopError, match=r"async with runtime\.aio\.open"):
-                call()
-
-    asyncio.run(main())
+@on_asyncio
+async def test_under_asyncio_it_says_what_to_write_instead() -> None:
+    for call in (opened, lambda: runtime.generate_sync(PROMPT, target=(target(), None))):
+        with pytest.raises(runtime.WrongEventLoopError, match=r"async with runtime\.aio\.open"):
+            call()
 
 
-def test_a_notebooks_loop_waits_as_its_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_asyncio
+async def test_a_notebooks_loop_waits_as_its_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
 
-    async def cell() -> None:
-        completion = runtime.generate_sync(PROMPT, target=(target(), None), draft=(drafter(), None), max_tokens=8)
-        assert ids(completion) == text(8)
-        with opened() as rt:
-            assert [token.id for token in rt.stream(PROMPT, max_tokens=8)] == text(8)
-
-    asyncio.run(cell())
+    completion = runtime.generate_sync(PROMPT, target=(target(), None), draft=(drafter(), None), max_tokens=8)
+    assert ids(completion) == text(8)
+    with opened() as rt:
+        assert [token.id for token in rt.stream(PROMPT, max_tokens=8)] == text(8)
 
 
 def test_a_trace_function_that_asks_for_a_text_is_refused() -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from command_line import save_model
 from models import llama, near, save
-from served_caller import serving_caller
-from served_command import KEY, PROMPT, Server, serving
+from served_command import KEY, PROMPT, Server, serving, serving_caller
 
 import runtime
 import runtime.engine.opening

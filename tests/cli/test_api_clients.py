@@ -16,8 +16,7 @@ import openai
 import pydantic
 import pytest
 from command_line import HANGS_S
-from served_caller import MODEL as CALLER
-from served_command import KEY, MODEL, PROMPT, Server
+from served_command import CALLER, KEY, MODEL, PROMPT, Server
 
 pytestmark = pytest.mark.slow
 

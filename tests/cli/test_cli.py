@@ -46,11 +46,6 @@ def refused_here(capture: Any, *arguments: str, status: int = 2) -> str:
     return refusal(capture, "generate", *arguments, status=status)
 
 
-async def text_of(target: str, prompt: str, num_tokens: int) -> str:
-    async with runtime.open(target) as rt:
-        return (await rt.generate(prompt, max_tokens=num_tokens)).text
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 
@@ -203,7 +198,7 @@ def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
 def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n\nw4 w5\n"))
     said = json_here(capfd, "-", "--target", endless, "--max-tokens", "5", "--json")
-    assert said["text"] == trio.run(text_of, endless, f"{PROMPT} w4 w5", 5)
+    assert said["text"] == runtime.generate_sync(f"{PROMPT} w4 w5", target=endless, max_tokens=5).text
     assert said["statistics"]["prompt_tokens"] == 5
 
 
@@ -247,7 +242,7 @@ def test_stats_end_with_a_table_on_stderr(endless, capfd):
 
 
 def test_statistics_begin_a_line_where_the_text_goes_to_the_same_file(endless, tmp_path, monkeypatch, capfd):
-    expected = trio.run(text_of, endless, PROMPT, 5)
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5).text
     with (tmp_path / "out").open("a") as out:
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, out)
@@ -617,14 +612,14 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
 
 
 def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_line(endless, monkeypatch, capfd):
-    expected = trio.run(text_of, endless, PROMPT, 5)
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5).text
     with at_a_terminal(monkeypatch, "stdout") as screen:
         assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == ("", CUT)
     assert screen.text == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
 
 
 def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endless, monkeypatch, capfd):
-    expected = trio.run(text_of, endless, "w1 " * 1200, 5)
+    expected = runtime.generate_sync("w1 " * 1200, target=endless, max_tokens=5).text
     sizes = ["--max-tokens", "5", "--prefill-step-size", "512"]
     with at_a_terminal(monkeypatch, "stderr") as screen:
         assert run_here(capfd, "w1 " * 1200, "--target", endless, *sizes, "--stats").out == expected

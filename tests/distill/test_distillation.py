@@ -71,7 +71,6 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
     assert loaded.model.config.draft_vocab_size == (draft_vocab_size or VOCAB_SIZE)
     assert (loaded.target_ids is None) == (draft_vocab_size is None)
     weights = mx.load(str(options.out / "model.safetensors"))
-    assert isinstance(weights, dict)
     if draft_vocab_size is not None:
         assert int(weights["t2d"].sum().item()) == draft_vocab_size
     assert "| all | 0." in (options.out / "README.md").read_text()

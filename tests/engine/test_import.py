@@ -16,7 +16,7 @@ from sweeps import sweep
 import runtime
 import runtime.aio
 import runtime.sync
-from runtime.file_limit import run_guarded
+from runtime.import_guards import run_guarded
 from runtime.loading.mlx_environment import VALUES, VARIABLE
 
 MINE = {"MLX_MAX_OPS_PER_BUFFER": "50", "MLX_ENABLE_CACHE_THRASHING_CHECK": "1"}

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import runtime
 from protocol.vocabulary_map import Vocabulary, VocabularyMap
-from runtime.loading.vocabularies import vocabulary, vocabulary_map
+from runtime.loading.tokenizers import vocabulary, vocabulary_map
 
 TOKENIZERS = {
     "demo": lambda: demo(),

@@ -17,7 +17,7 @@ from asgi import Letters, looping
 from blocking_models import BlockingModel, released_on_exit
 from cache_subjects import ATOL, SUBJECTS, TEXT, Subject, subject
 from completions import ids
-from faces import got, on_every_face, within
+from faces import got, on_asyncio, on_every_face, within
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Failing, Wrapped, gemma3_text, llama, mamba, prompt_of
 from our_threads import outrider_threads
@@ -379,21 +379,17 @@ async def test_scores_are_the_models_on_every_face(open: Any) -> None:
             await got(rt.score(PROMPT, []))
 
 
-def test_cancelling_a_score_in_asyncio_frees_it() -> None:
+@on_asyncio
+async def test_cancelling_a_score_in_asyncio_frees_it() -> None:
     model = BlockingModel(llama())
-
-    async def main() -> None:
-        async with runtime.aio.open((model, None)) as rt:
-            with released_on_exit(model):
-                model.block()
-                task = asyncio.create_task(rt.score(PROMPT, CONTINUATION))
-                await model.blocked_in_asyncio()
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                model.release()
-            assert len((await rt.score(PROMPT, CONTINUATION)).tokens) == len(CONTINUATION)
-            assert rt.num_streams == 0
-
-    asyncio.run(main())
-    assert outrider_threads() == []
+    async with runtime.aio.open((model, None)) as rt:
+        with released_on_exit(model):
+            model.block()
+            task = asyncio.create_task(rt.score(PROMPT, CONTINUATION))
+            await model.blocked_in_asyncio()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            model.release()
+        assert len((await rt.score(PROMPT, CONTINUATION)).tokens) == len(CONTINUATION)
+        assert rt.num_streams == 0

@@ -15,7 +15,6 @@ In sh blocks, every `outrider` command is parsed; those that need nothing but th
 from __future__ import annotations
 
 import ast
-import asyncio
 import importlib.util
 import inspect
 import io
@@ -33,6 +32,7 @@ import attrs
 import pytest
 import trio
 from chat_models import calling_pair, calling_tokenizer, says
+from faces import on_asyncio
 from served_command import serving
 from sweeps import sweep
 
@@ -192,12 +192,10 @@ async def test_fragments_run_under_trio(blocks: list[Block]) -> None:
 
 
 @having("python", "run: asyncio")
-def test_fragments_run_under_asyncio(blocks: list[Block]) -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
-            await run_fragments(blocks, rt)
-
-    asyncio.run(main())
+@on_asyncio
+async def test_fragments_run_under_asyncio(blocks: list[Block]) -> None:
+    async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        await run_fragments(blocks, rt)
 
 
 @having("python", "run: tools")

@@ -34,7 +34,7 @@ ORDER = (
     {"cli"},
 )
 # Modules beside the packages: the public names, which are looked up lazily, and what the first import needs.
-FACE = {"__init__", "__main__", "file_limit", "name_collisions"}
+FACE = {"__init__", "__main__", "import_guards"}
 
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
@@ -217,7 +217,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/workers/core_sharing.py",
         "runtime/aio/__init__.py",
         "runtime/aio/thread.py",
-        "runtime/bridge/streams.py",
+        "runtime/bridge/runtime.py",
         "runtime/engine/drafter_slot.py",
         "runtime/engine/memory.py",
         "runtime/engine/sessions.py",

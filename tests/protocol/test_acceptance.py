@@ -43,16 +43,14 @@ def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_s
 
 
 def judge_by_match(
-    logits: mx.array, drafted: Any, *, temperature: float, seed: int, start: int, chosen: Any = None
+    logits: mx.array, drafted: Any, *, temperature: float = 0.0, seed: int = 1, start: int = 1
 ) -> Judgement:
     rows = ProposedRows(seed, start, logits.shape[0], drafted)
-    return judge(logits, [rows], "match", temperature, chosen=chosen).read()[0]
+    return judge(logits, [rows], "match", temperature).read()[0]
 
 
-def judge_by_rejection(
-    logits: mx.array, drafted: Any, draft_probs: Any, *, temperature: float, seed: int, start: int
-) -> Judgement:
-    return judge_each(logits, [drafted], draft_probs, temperature=temperature, seed=seed, starts=[start])[0]
+def judge_by_rejection(logits: mx.array, drafted: Any, draft_probs: Any, *, temperature: float = 1.0) -> Judgement:
+    return judge_each(logits, [drafted], draft_probs, temperature=temperature, seed=1, starts=[1])[0]
 
 
 def judge_each(
@@ -85,17 +83,6 @@ def all_distributions(size: int, parts: int) -> np.ndarray:
     return np.array(counts, dtype=np.float64) / parts
 
 
-def all_pairs(size: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of such distributions, as the rows of two arrays; includes equal and disjoint ones."""
-    every = all_distributions(size, parts)
-    return np.repeat(every, len(every), axis=0), np.tile(every, (len(every), 1))
-
-
-def acceptance_probability(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """min(1, p/q), and 0 for tokens that q never draws."""
-    return np.where(q > 0, np.minimum(1.0, p / np.where(q > 0, q, 1.0)), 0.0)
-
-
 def normalised(weights: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
@@ -124,8 +111,10 @@ def assert_drawn_from(tokens: list[int] | np.ndarray, probs: list[float] | np.nd
 
 @sweep(("size", "parts"), [(2, 10), (3, 5), (4, 4), (4, 3)])
 def test_accepted_and_recovered_mass_add_up_to_the_targets_distribution(size, parts):
-    p, q = all_pairs(size, parts)
-    accepted = q * acceptance_probability(p, q)
+    every = all_distributions(size, parts)
+    # All pairs, also equal and disjoint ones; a token that q never draws is never accepted.
+    p, q = np.repeat(every, len(every), axis=0), np.tile(every, (len(every), 1))
+    accepted = np.minimum(p, q)
     left = residual(doubles(p), doubles(q))
     assert left.dtype == mx.float64
     recovered = normalised(np.array(left))
@@ -206,7 +195,7 @@ def test_a_distribution_is_the_softmax_in_single_precision_whatever_the_models()
 def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
     logits = mx.array([[1.0, 3.0, 2.0, 3.5, -4.0]])
     assert choices(logits, temperature, seed=1, start=2, noise_size=5).tolist() == [3]
-    assert judge_by_rejection(logits, (), (), temperature=temperature, seed=1, start=2).token == 3
+    assert judge_by_rejection(logits, (), (), temperature=temperature).token == 3
 
 
 # --- rejection, judged ----------------------------------------------------------------------------
@@ -267,13 +256,11 @@ def test_the_first_token_is_a_sample_of_p_for_any_q(draft_row):
 
 def test_a_verdict_lacks_its_token_only_without_a_row_for_it():
     sure = logits_of([[0.0, 1.0, 0.0]])
-    accept = judge_by_rejection(sure, (1,), (mx.array([0.0, 1.0, 0.0]),), temperature=1.0, seed=1, start=1)
+    accept = judge_by_rejection(sure, (1,), (mx.array([0.0, 1.0, 0.0]),))
     assert accept == Judgement(1, None)
-    reject = judge_by_rejection(sure, (0,), (mx.array([1.0, 0.0, 0.0]),), temperature=1.0, seed=1, start=1)
+    reject = judge_by_rejection(sure, (0,), (mx.array([1.0, 0.0, 0.0]),))
     assert reject == Judgement(0, 1)
-    bonus = judge_by_rejection(
-        mx.concatenate([sure, sure]), (1,), (mx.array([0.0, 1.0, 0.0]),), temperature=1.0, seed=1, start=1
-    )
+    bonus = judge_by_rejection(mx.concatenate([sure, sure]), (1,), (mx.array([0.0, 1.0, 0.0]),))
     assert bonus == Judgement(1, 1)
 
 
@@ -307,9 +294,9 @@ def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
     probs = (mx.array([0.25] * 4),) * num_drafted
     needed = f"{num_drafted} drafted tokens need {num_drafted} or {num_drafted + 1} rows of logits"
     with pytest.raises(ProtocolError, match=needed):
-        judge_by_rejection(logits, drafted, probs, temperature=1.0, seed=1, start=1)
+        judge_by_rejection(logits, drafted, probs)
     with pytest.raises(ProtocolError, match=f"got {num_rows}"):
-        judge_by_match(logits, drafted, temperature=0.0, seed=1, start=1)
+        judge_by_match(logits, drafted)
 
 
 @sweep(("num_drafted", "num_probs"), [(2, 1), (1, 2), (1, 0), (0, 1)])
@@ -317,7 +304,7 @@ def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, nu
     logits, probs = mx.zeros((num_drafted + 1, 4)), (mx.array([0.25] * 4),) * num_probs
     needed = f"{num_drafted} drafted tokens need as many distributions, got {num_probs}"
     with pytest.raises(ProtocolError, match=needed):
-        judge_by_rejection(logits, (1,) * num_drafted, probs, temperature=1.0, seed=1, start=1)
+        judge_by_rejection(logits, (1,) * num_drafted, probs)
 
 
 @sweep("nothing", [math.nan, 0.0])
@@ -393,17 +380,14 @@ def test_an_undrawn_token_is_judged_as_drawn_from_itself_alone(num_rows, certain
 # --- match at temperature 0 -----------------------------------------------------------------------
 
 
-def one_hot_logits(tokens: tuple[int, ...], size: int = 3) -> mx.array:
-    return mx.array(np.eye(size)[list(tokens)], dtype=mx.float32)
-
-
 @sweep(("length", "num_rows"), [(0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 4)])
 def test_a_greedy_proposal_stands_as_far_as_it_is_the_targets_argmax(length, num_rows):
     for chosen in itertools.product(range(3), repeat=num_rows):
+        logits = mx.array(np.eye(3)[list(chosen)], dtype=mx.float32)
         for drafted in itertools.product(range(3), repeat=length):
             agreed = next((i for i in range(length) if drafted[i] != chosen[i]), length)
             assert count_matches(list(chosen), drafted) == agreed
-            judgement = judge_by_match(one_hot_logits(chosen), drafted, temperature=0.0, seed=1, start=1)
+            judgement = judge_by_match(logits, drafted)
             assert judgement == Judgement(agreed, chosen[agreed] if agreed < len(chosen) else None)
 
 

@@ -23,10 +23,10 @@ from protocol.trace import Span
 # --- calibration ----------------------------------------------------------------------------------
 
 
-def taught(acceptances: dict[int, float], num: int = 100) -> Calibration:
+def taught(acceptances: dict[int, float]) -> Calibration:
     """A calibration that has seen how often guesses of each staleness were right."""
     calibration = Calibration()
-    for i in range(num):
+    for i in range(100):
         for staleness, acceptance in acceptances.items():
             was_right = int((i + 1) * acceptance) > int(i * acceptance)
             calibration.observe(Guess(1, 0.6, raw=0.6, staleness=staleness), was_right)

@@ -85,7 +85,7 @@ def described(description: dict[str, Any]) -> set[tuple[str, str, str, str]]:
 @on_server()
 async def test_the_description_has_the_routes_of_the_application_but_for_its_pages(server: Served) -> None:
     routes = {}
-    for route in server.app.app._app.routes:
+    for route in server.app.app.routes:
         if route.path not in PAGES:
             routes[re.sub(r":\w+}", "}", route.path)] = {method.lower() for method in route.methods} - {"head"}
     paths = (await server.ask("/openapi.json")).json["paths"]

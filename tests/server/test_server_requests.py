@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -16,6 +17,7 @@ from asgi import (
     JSON,
     MODEL,
     RESPONSES,
+    Aside,
     Exchange,
     Letters,
     ScriptedCheck,
@@ -430,7 +432,7 @@ async def test_all_but_the_pages_and_the_figures_wants_a_key(server: Served) -> 
     for path in open_paths:
         assert (await server.ask(path)).status == 200, path
     assert (await server.ask("/timelines/unknown")).status == 404
-    for route in server.app.app._app.routes:
+    for route in server.app.app.routes:
         if route.path not in {*open_paths, "/page", "/timelines/{id}"}:
             assert (await server.ask(route.path)).status == 401, route.path
     for path in ("/next", "/v2/models", "/healthy", "/api/chat", "//v1/models", "/v1"):
@@ -571,3 +573,31 @@ async def test_a_short_prompt_does_not_wait_for_long_ones(server: Served) -> Non
             nursery.start_soon(go, prompt)
             await trio.sleep(0.1)
     assert over[0] == "s"
+
+
+# --- long responses, which are made in another thread --------------------------------------------
+
+
+LONG: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": "def f", "max_tokens": 100}, {"logprobs": 5}),
+    (COMPLETIONS, {"prompt": "def f", "max_tokens": 90}, {"n": 6}),
+    (COMPLETIONS, {"prompt": "def f" * 60, "max_tokens": 0, "echo": True}, {"logprobs": 5}),
+    (COMPLETIONS, {"prompt": "def f" * 60, "max_tokens": 1, "echo": True}, {"logprobs": 5}),
+    (RESPONSES, {"input": "hello", "max_output_tokens": 100}, {"top_logprobs": 5}),
+]
+
+
+@sweep(("path", "body", "more"), LONG)
+@sweep("stream", [False, True])
+@on_server()
+async def test_a_response_with_log_probabilities_or_of_many_tokens_is_made_in_a_thread(
+    server: Served, path: str, body: Any, more: Any, stream: bool
+) -> None:
+    num_calls = []
+    for asked in (body, {**body, **more}):
+        with mock.patch.object(Aside, "__call__", autospec=True, side_effect=Aside.__call__) as in_a_thread:
+            answer = await server.ask(path, {**asked, "stream": stream})
+        assert answer.status == 200, answer.body
+        num_calls.append(in_a_thread.call_count)
+    # The events of several texts are short each.
+    assert (num_calls[1] > num_calls[0]) is not (stream and "n" in more)

@@ -27,7 +27,7 @@ from runtime.generation.json_schema import grammar_of_schema
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
-from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
+from runtime.server.grammars.checker import CheckerGoneError, GrammarCheck, grammar_checker
 from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Schemas
 
 PLAIN: dict[str, Any] = {"type": "integer", "minimum": 5}
@@ -248,7 +248,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @asynccontextmanager
-async def checking(**bounds: Any) -> AsyncIterator[GrammarChecker]:
+async def checking(**bounds: Any) -> AsyncIterator[GrammarCheck]:
     with trio.fail_after(HANGS_S):
         async with grammar_checker(read_vocabulary, **bounds) as check:
             yield check

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import outcome
+import pytest
 import trio
 import uvloop
 from our_threads import outrider_threads
@@ -116,6 +117,15 @@ def on_every_face(test: Test, *, uvloop: bool = False) -> Callable[..., Any]:
     Args:
         uvloop: run it on uvloop as well, which takes another way into other threads than asyncio's own loop.
     """
+    return _on(["trio", "asyncio", "threads", *(["uvloop"] if uvloop else [])], test)
+
+
+def on_asyncio(test: Test, *, uvloop: bool = False) -> Callable[..., Any]:
+    """Likewise, but with asyncio alone; on uvloop, it is a slow test."""
+    return _on(["asyncio", *([pytest.param("uvloop", marks=pytest.mark.slow)] if uvloop else [])], test)
+
+
+def _on(faces: list[Any], test: Test) -> Callable[..., Any]:
     signature = inspect.signature(test)
     takes = [name for name in ("open", "face") if name in signature.parameters]
 
@@ -128,8 +138,8 @@ def on_every_face(test: Test, *, uvloop: bool = False) -> Callable[..., Any]:
     functools.update_wrapper(run, test)
     names = ["name", *(name for name in signature.parameters if name not in takes)]
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    run.__signature__ = signature.replace(parameters=parameters)
-    return sweep("name", ["trio", "asyncio", "threads", *(["uvloop"] if uvloop else [])])(run)
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return sweep("name", faces)(run)
 
 
 async def got(result: Any) -> Any:

@@ -92,16 +92,16 @@ FAMILIES = {
 }
 
 
-def byte_level_fields(num_tokens: int = 96, pre: str = "gpt-2") -> dict[str, Any]:
+def byte_level_fields(pre: str = "gpt-2") -> dict[str, Any]:
     """Keys of a tokenizer of single bytes, the last of whose tokens is special and ends a text."""
-    tokens = [chr(ord("!") + i) for i in range(num_tokens - 3)] + ["Ġ", "ab", "<|im_end|>"]
+    tokens = [chr(ord("!") + i) for i in range(93)] + ["Ġ", "ab", "<|im_end|>"]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (num_tokens - 1) + [3],
+        "tokenizer.ggml.token_type": [1] * 95 + [3],
         "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.eos_token_id": num_tokens - 1,
+        "tokenizer.ggml.eos_token_id": 95,
     }
 
 

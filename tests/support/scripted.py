@@ -308,7 +308,6 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
             self._misuse(f"asked to copy {length} of {len(self.tokens)} tokens")
         self.model.fail_if_told("copy")
         other = super().copy(length)
-        assert isinstance(other, ScriptedSequence)
         other.fed, other.rewinds, other.resumed, other.states = [], [], [length], []
         other.prefix_checkpoints = [each for each in self.prefix_checkpoints if each <= length]
         self.model.sequences.append(other)

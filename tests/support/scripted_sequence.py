@@ -116,7 +116,6 @@ class RecordsEmptyFeatures(ScriptedSequence):
 
     def copy(self, length: int) -> RecordsEmptyFeatures:
         other = super().copy(length)
-        assert isinstance(other, RecordsEmptyFeatures)
         other.features = EmptyFeatures()
         other.features.num_taken = length
         return other

@@ -87,15 +87,12 @@ class Exchange:
         *words: Word,
         finish_reason: str | None = None,
         spans: Sequence[tuple[str, str, float, float]] = (),
-        round_s: float = 0.03,
-        drafter: Sequence[tuple[float, str]] = (),
         **statistics: Any,
     ) -> dict[str, Any]:
         """The data of the next chunk.
 
         Args:
-            spans: (actor, kind, begin, end); by default a verify and concurrent drafts, of `round_s` seconds.
-            drafter: changes of the drafter's state: (time, state).
+            spans: (actor, kind, begin, end); by default a verify and concurrent drafts, of 30 ms.
             statistics: figures that replace those that follow from the words.
         """
         tokens = [
@@ -103,7 +100,7 @@ class Exchange:
             for i, (text, kind) in enumerate(word if isinstance(word, tuple) else (word, "") for word in words)
         ]
         if words and not spans:
-            begin, end = self._clock, self._clock + round_s
+            begin, end = self._clock, self._clock + 0.03
             spans = [("target", "verify", begin, end - 0.002)]
             spans += [("draft", "draft", begin + i * 0.006, begin + i * 0.006 + 0.005) for i in range(4)]
             self._clock = end
@@ -135,7 +132,7 @@ class Exchange:
                     {"actor": actor, "kind": kind, "began": began, "ended": ended, "round": None}
                     for actor, kind, began, ended in spans
                 ],
-                "drafter": [{"at": at, "state": state} for at, state in drafter],
+                "drafter": [],
             },
         }
 

@@ -9,18 +9,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import httpx
 from command_line import HANGS_S, environment
 
+import runtime
+
 if TYPE_CHECKING:
     import openai  # takes a second
 
 KEY = "s3cret"
-MODEL = "outrider-demo-target"
+MODEL, CALLER = "outrider-demo-target", "caller"
 PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
+
+# Like Qwen's: by this, mlx-lm knows the format of calls.
+CALLER_TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for message in messages %}{{ message.role }}: {{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}{% set tool_call = call.function -%}
+<tool_call>{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}</tool_call>{% endfor %}
+{% endfor %}assistant:"""
 
 
 @attrs.define
@@ -59,7 +71,6 @@ def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iter
     models = () if any(argument in named for argument in arguments) else ("--target", "demo")
     command = [sys.executable, *program, "serve", "--port", "0", *models, *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
-        assert p.stderr is not None
         said: list[str] = []
         # Read stderr to its end, or the process would block on a full pipe.
         reader = threading.Thread(target=said.extend, args=(p.stderr,))
@@ -75,3 +86,15 @@ def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iter
             p.kill()
             if reader.ident is not None:
                 reader.join()
+
+
+@contextmanager
+def serving_caller(folder: Path) -> Iterator[Server]:
+    """The server of the demo pair with a template by which it can call tools, in a folder `caller` in `folder`."""
+    target = folder / CALLER
+    target.mkdir()
+    for file in runtime.DEMO_TARGET.iterdir():
+        (target / file.name).symlink_to(file)
+    (target / "chat_template.jinja").write_text(CALLER_TEMPLATE, encoding="utf-8")
+    with serving("--target", str(target), "--draft", str(runtime.DEMO_DRAFT), "--api-key", KEY) as one:
+        yield one

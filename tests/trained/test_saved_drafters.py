@@ -31,7 +31,7 @@ from runtime.engine.events import Events
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
 
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 ASKED: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 3, "ignore_eos": True}
 Proposals = list[tuple[int, ...]]
 # Others have texts of the same classes.
@@ -141,7 +141,6 @@ async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog:
         other = write(tmp_path / str(index))
         if why == "its weights differ":
             weights = mx.load(str(other / "model.safetensors"))
-            assert isinstance(weights, dict)
             weights["lm_head.weight"] = 2 * weights["lm_head.weight"]
             mx.save_safetensors(str(other / "model.safetensors"), weights)
         async with drafted(other, target) as rt:

@@ -18,7 +18,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.translated.translated_model import TranslatedModel
 from runtime.loading.demo import DEMO_PROMPTS, STREAM_PROMPTS
-from runtime.loading.vocabularies import vocabulary_map
+from runtime.loading.tokenizers import vocabulary_map
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,6 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
@@ -38,6 +37,7 @@ from actors.trained.kinds.block_heads import AcceptanceHead, BlockConvolution, C
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, head_of
 from actors.trained.shared_reading import Part, Reading, SharedPass
+from actors.trained.trained_sequence import ContextSequence
 from protocol.errors import ModelError
 
 # Weights of the target that Speculators may have saved along.

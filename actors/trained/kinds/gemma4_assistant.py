@@ -30,10 +30,10 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 from actors.prefix_cache import common_length, pack
-from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
 from actors.trained.shared_reading import Reading
+from actors.trained.trained_sequence import ContextSequence
 from protocol.errors import ModelError
 
 KeysAndValues = tuple[mx.array, mx.array]  # keys and values, (1, heads, n, width of a head) each

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import attrs
 
+# Of a message; a "block" has calls between markers of their own.
 Kind = Literal["content", "reasoning", "call", "block"]
 
 _START, _CHANNEL, _HEADER_END = "<|start|>", "<|channel|>", "<|message|>"
@@ -32,14 +33,6 @@ _HEADER = re.compile(
 )
 # A header is shorter; it has the name of a function, which has 128 characters at most.
 MAX_HEADER_CHARS = 256
-
-
-@attrs.frozen
-class Header:
-    """What a header says of its message."""
-
-    kind: Kind  # a "block" has calls between markers of their own
-    recipient: str = ""  # of a call, the function
 
 
 @attrs.frozen
@@ -80,8 +73,10 @@ class MessageFormat:
         words = text.lstrip()
         return len(text) - len(words) <= _MAX_SPACES and any(begin.startswith(words) for begin in self._next_begins)
 
-    def header(self, text: str) -> Header | None:
-        """What the text of a header, with or without the role, says; None if it is no header of an answer's message."""
+    def header(self, text: str) -> tuple[Kind, str] | None:
+        """The kind and the recipient of a message, of a call its function, by the text of its header, with or without
+        the role; None if it is no header of an answer's message.
+        """
         match = _HEADER.fullmatch(text.removeprefix(_ROLE))
         if match is None:
             return None
@@ -90,10 +85,10 @@ class MessageFormat:
             return None
         if not self.is_harmony:
             kinds: dict[str, Kind] = {"": "content", "self": "reasoning", "user": "content", "commentary": "content"}
-            return Header(kinds.get(recipient, "block"), recipient)
+            return kinds.get(recipient, "block"), recipient
         if recipient:
-            return Header("call", recipient.removeprefix("functions."))
-        return Header("reasoning" if channel == "analysis" else "content")
+            return "call", recipient.removeprefix("functions.")
+        return "reasoning" if channel == "analysis" else "content", ""
 
     def may_be_header(self, text: str) -> bool:
         """Whether the beginning of a message may be that of a header, whose end has not come yet."""

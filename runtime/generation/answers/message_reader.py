@@ -115,29 +115,30 @@ class MessageReader:
         messages, text = self._messages, self._unread
         end = text.find(messages.header_end)
         header = None if end < 0 else messages.header(text[:end].removeprefix(messages.start))
+        kind, recipient = header or (None, "")
         block = self._format.start if self._format is not None and not messages.is_harmony else ""
         words = text.lstrip()
         may_be_block = block != words and block.startswith(words)
         if end < 0 and (messages.may_be_header(text) or (may_be_block and len(text) <= MAX_HEADER_CHARS)):
             return False
         begin, self._num_begun = self._num_begun, 0
-        end = 0 if header is None else end + len(messages.header_end)
+        end = 0 if kind is None else end + len(messages.header_end)
         self._read, self._is_first_piece = self._read_message, True
-        if header is None:
+        if kind is None:
             # Text without a header.
             self._give = self._give_block if block and words.startswith(block) else self._give_content
             end = begin if begin or not self._left_out else len(text) - len(text.removeprefix("assistant"))
-        elif header.kind == "call" and header.recipient in self._names:
-            self._begin_call(header.recipient, text[begin:end])
+        elif kind == "call" and recipient in self._names:
+            self._begin_call(recipient, text[begin:end])
             begin = end
-        elif header.kind == "call":
+        elif kind == "call":
             # Of a tool that was not offered to the model, such as those that it was trained with.
             is_reasoning = "<|channel|>analysis" in text[:end]
             self._give = self._give_reasoning if is_reasoning else self._give_content
             end = end if is_reasoning else begin
         else:
             gives = {"content": self._give_content, "reasoning": self._give_reasoning, "block": self._give_block}
-            self._give = gives[header.kind]
+            self._give = gives[kind]
         self._left_out += text[begin:end]
         self._unread = text[end:]
         return True

@@ -170,13 +170,6 @@ def lacks_switch(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None and thinking_switch(tokenizer) is None
 
 
-def with_own_switch(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables with `enable_thinking`, and with the same wish under the template's own name, unless that is given."""
-    switch = thinking_switch(tokenizer)
-    own = {} if switch is None else {switch.name: switch.on if switches["enable_thinking"] else switch.off}
-    return {**own, **switches}
-
-
 def asks_for_reasoning(tokenizer: Any, switches: Mapping[str, Any]) -> bool | None:
     """Whether variables of a template ask for reasoning, or for none; None if they leave it to the template."""
     if (wish := switches.get("enable_thinking")) is not None:

@@ -19,8 +19,8 @@ from runtime.generation.chat_template.known import (
     plain,
     space_before_closing,
     tags_of,
+    thinking_switch,
     with_known_effort,
-    with_own_switch,
 )
 from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
 from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
@@ -43,8 +43,9 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
     """
     continues = bool(messages) and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant"
     turns = [{name: value for name, value in message.items() if name != "prefix"} for message in messages]
-    if "enable_thinking" in switches:
-        switches = with_own_switch(tokenizer, switches)
+    if "enable_thinking" in switches and (switch := thinking_switch(tokenizer)) is not None:
+        # The same wish under the template's own name, unless that is given.
+        switches = {switch.name: switch.on if switches["enable_thinking"] else switch.off, **switches}
     return _continued(turns, tokenizer, switches) if continues else _rendered(turns, tokenizer, switches)
 
 

@@ -258,7 +258,7 @@ class LiteralReader:
         yield from text.space()
         while not (yield from text.accept(end)):
             values.append((yield from self.value(depth + 1)))
-            yield from self._separator(end)
+            yield from self.separator(end)
         return values
 
     def _mapping(self, depth: int) -> Steps[str]:
@@ -276,10 +276,10 @@ class LiteralReader:
                 raise MalformedError
             _json_string(key)
             values[key] = yield from self.value(depth + 1)
-            yield from self._separator("}")
+            yield from self.separator("}")
         return json_object(values)
 
-    def _separator(self, end: str) -> Steps[None]:
+    def separator(self, end: str) -> Steps[None]:
         """A comma, unless the end comes next."""
         text = self._text
         yield from text.space()

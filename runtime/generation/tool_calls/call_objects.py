@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from runtime.generation.tool_calls.argument_values import ToolArguments, is_json, kind_of
+from runtime.generation.tool_calls.argument_values import ToolArguments, kind_of
 from runtime.generation.tool_calls.call_format import NAME, ParsedCall
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
 
@@ -98,17 +98,12 @@ class ObjectReader:
     def value(self) -> Steps[str]:
         """The next JSON value, as it is written. Raises: MalformedError: there is none."""
         text = self._text
-        match (yield from text.peek()):
-            case '"':
-                return (yield from self._string())
-            case "{" | "[":
-                begin = text.take()
-                is_whole = yield from text.json()
-                value = text.since(begin, text.take())
-                if not is_whole or not is_json(value):
-                    raise MalformedError
-                return value
-        value = yield from text.matching(_OF_WORDS)
+        first = yield from text.peek()
+        if first == '"':
+            return (yield from self._string())
+        begin = text.take()
+        yield from (text.json() if first in ("{", "[") else text.matching(_OF_WORDS))
+        value = text.since(begin, text.take())
         if kind_of(value) is None:
             raise MalformedError
         return value
@@ -123,7 +118,7 @@ class ObjectReader:
                 text.at += 1
         text.at += len(found)
         value = text.since(begin, text.take())
-        if not found or not is_json(value):
+        if kind_of(value) is None:
             raise MalformedError
         return value
 

@@ -404,10 +404,7 @@ class CallReader:
             if key in values:
                 raise MalformedError
             values[key] = value
-            yield from text.space()
-            if (yield from text.peek()) != layout.tail:
-                yield from text.expect(",")
-            yield from text.space()
+            yield from reader.separator(layout.tail)
 
     def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
         text = self._text

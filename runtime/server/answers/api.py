@@ -22,7 +22,7 @@ from runtime.generation.text import Detokenizer
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.loading.vocabularies import byte_fallback, byte_level_piece
+from runtime.loading.tokenizers import byte_fallback, byte_level_piece
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import ErrorResponse
 from runtime.server.timelines import Timeline
@@ -257,11 +257,17 @@ class ShownTokens:
     """Changes the texts of an answer's tokens to what a request wants to see."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Any) -> None:
-        # Where there may be calls, special tokens stay: calls are recognised by them.
-        has_tools = request.chat is not None and request.chat.has_tools
         self._tokenizer = tokenizer
         self._shows_stop = request.includes_stop
-        self._hidden = _special_texts(tokenizer) if request.skips_special_tokens and not has_tools else {}
+        self._hidden: dict[int, str] = {}  # texts of special tokens by id
+        # Where there may be calls, special tokens stay: calls are recognised by them.
+        if request.skips_special_tokens and not (request.chat is not None and request.chat.has_tools):
+            messages, tags = message_format(tokenizer), tags_of(tokenizer)
+            marks = [getattr(tokenizer, name, None) or "" for name in ("tool_call_start", "tool_call_end")]
+            marks += [*structural_markers(tokenizer), *(messages.marks if messages else ()), *(tags or ((),))[0]]
+            added = getattr(tokenizer, "added_tokens_decoder", {})
+            texts = {id: tokenizer.decode([id]) for id, token in added.items() if token.special}
+            self._hidden = {id: text for id, text in texts.items() if not any(text in mark for mark in marks)}
 
     def __call__(self, tokens: Sequence[Token]) -> Sequence[Token]:
         if self._hidden:
@@ -275,20 +281,6 @@ class ShownTokens:
     def without_special(self, token: int, text: str) -> str:
         """The text that ends with a token, without the token if it is a special one that is hidden."""
         return text.removesuffix(self._hidden.get(token, ""))
-
-
-def _special_texts(tokenizer: Any) -> dict[int, str]:
-    """The texts of special tokens by id, without those that mark reasoning and calls."""
-    messages, tags = message_format(tokenizer), tags_of(tokenizer)
-    marks = [getattr(tokenizer, name, None) or "" for name in ("tool_call_start", "tool_call_end")]
-    marks += [*structural_markers(tokenizer), *(messages.marks if messages else ()), *(tags or ((),))[0]]
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    texts = {id: tokenizer.decode([id]) for id, token in added.items() if token.special}
-    return {id: text for id, text in texts.items() if not any(text in mark for mark in marks)}
-
-
-# In place of minus infinity, which JSON does not have; OpenAI's own.
-_MIN_LOGPROB = -9999.0
 
 
 class TopLogprob(TypedDict):
@@ -331,8 +323,8 @@ def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
 
 
 def finite(logprob: float | None) -> float:
-    """A log-probability for JSON."""
-    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
+    """A log-probability for JSON, which has no minus infinity; OpenAI has this in its place."""
+    return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
 def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:

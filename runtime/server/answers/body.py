@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import attrs
@@ -72,11 +73,11 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     # With any other content type, a browser would let another host's page send the request without asking here first.
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
         raise ErrorResponse(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
-    too_long = ErrorResponse(413, f"the body is longer than {max_bytes} bytes; shorten it")
+    too_long = partial(ErrorResponse, 413, f"the body is longer than {max_bytes} bytes; shorten it")
     # A body that says that it is too long is not read. Python refuses to convert very many digits.
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
-        raise too_long
+        raise too_long()
     encoding = headers.get(b"content-encoding", b"").strip().lower().decode("latin-1")
     decompressor = None if encoding in ("", "identity") else _Decompressor(encoding)
     # How long a decompressed body will be is not known.
@@ -107,7 +108,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                         break
                     await trio.lowlevel.checkpoint()
             if max(len(body), num_received) > max_bytes:
-                raise too_long
+                raise too_long()
             if not message.get("more_body", False):
                 if decompressor is not None:
                     decompressor.finish()

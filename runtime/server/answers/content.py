@@ -131,9 +131,6 @@ def as_text_or_parts(value: Any) -> Any:
 
 Result = Annotated[Content | None, BeforeValidator(as_text_or_parts)]
 
-# How the first line of Claude Code's instructions begins. It has a number that changes with each request.
-_BILLING = "x-anthropic-billing-header:"
-
 
 def joined(content: str | list[Any], *, is_system: bool = False) -> str:
     """The text of a message's content. A document is a block of its own, and so is a part that cannot be read, a line.
@@ -144,7 +141,8 @@ def joined(content: str | list[Any], *, is_system: bool = False) -> str:
     for part in [TextPart(type="text", text=content)] if isinstance(content, str) else content:
         read = text_of(part)
         piece = line_of(part.type) if read is None else read
-        if is_system and piece.startswith(_BILLING):
+        # The first line of Claude Code's instructions, which has a number that changes with each request.
+        if is_system and piece.startswith("x-anthropic-billing-header:"):
             piece = piece.partition("\n")[2].lstrip("\n")
         if not piece:
             continue

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from protocol.errors import OutriderError, RuntimeClosedError
+from protocol.randomness import seed_of_text
 from protocol.statistics import Statistics
 from runtime.engine.nursery import BackgroundNursery
 from runtime.engine.runtime import Runtime
@@ -28,9 +29,9 @@ from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
-from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.operations import COMMON_ERRORS, ErrorForm, Operation
+from runtime.server.reports import RequestOutcome
 
 Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
 """A request, and what makes the serializer of its response, or of one of its choices."""
@@ -196,7 +197,11 @@ def _begun(
         statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
     else:
         NEW_READER.set(preparation.reader)
-        stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
+        settings, seed = prompt.settings, prompt.settings.seed
+        if seed is not None:
+            # Answer 0 is the one that a request for a single answer gets.
+            settings = attrs.evolve(settings, seed=seed_of_text(seed, number))
+        stream = model.runtime.stream(prompt.ids, settings)
         outcome.streams.append(stream)
         statistics = stream.statistics
         watch = partial(model.timelines.watch, session=stream.session, began=stream.began)

@@ -14,7 +14,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
-from protocol.randomness import seed_of_text
 from protocol.scores import Score
 from protocol.settings import Settings
 from protocol.statistics import Counts, Statistics
@@ -57,20 +56,6 @@ class PreparedPrompt:
     score: Score | None  # likewise
     read: Statistics | None  # of reading it, if nothing is generated
 
-    def settings_of_text(self, number: int) -> Settings:
-        """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
-        seed = self.settings.seed
-        return self.settings if seed is None else attrs.evolve(self.settings, seed=seed_of_text(seed, number))
-
-
-@attrs.frozen
-class _Encoded:
-    """What the tokenizer makes of a request."""
-
-    prompts: Sequence[tuple[int, ...]]  # at least one; a chat is one
-    logit_bias: dict[int, float]
-    ends: tuple[int, ...] = ()  # tokens that end the answers besides the end of text, if the model fills in the middle
-
 
 class Preparation:
     """Prepares the prompts of one request, and the readers of its answers."""
@@ -82,15 +67,18 @@ class Preparation:
         self.tokenizer = tokenizer_of(model.runtime)
         self._context = context
         self._client = client  # its address; clients take turns at schemas
+        # Known once the request is encoded: biases by token ids, and tokens that end a middle besides the end of text.
+        self._logit_bias: dict[int, float] = {}
+        self._ends: tuple[int, ...] = ()
 
     async def prompts(self) -> list[PreparedPrompt]:
         """The prompts, at least one. Raises: OutriderError or ErrorResponse: the request is invalid, or has failed."""
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
-        max_tokens = self._bounded(max_tokens, encoded.prompts)
-        settings, ends = await self._settings_and_ends(encoded, grammar, max_tokens)
+        max_tokens = self._bounded(max_tokens, encoded)
+        settings, ends = await self._settings_and_ends(grammar, max_tokens)
         prepared = []
-        for index, ids in enumerate(encoded.prompts):
+        for index, ids in enumerate(encoded):
             await trio.lowlevel.checkpoint()
             own, echo = settings, None
             if self.request.min_tokens:
@@ -146,14 +134,14 @@ class Preparation:
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
-    async def _encoded_and_grammar(self) -> tuple[_Encoded, Grammar | None]:
+    async def _encoded_and_grammar(self) -> tuple[Sequence[tuple[int, ...]], Grammar | None]:
         constraint, schemas, tools = self.request.constraint, self.model.schemas, self.tools
         format = None if tools is None else check_callable(tools, self.tokenizer)
         if tools is None or format is None:
             # The grammar first, as it may turn out to be invalid.
             grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
             encoded = await self._encoded()
-            answer = ReasoningTracker(self.tokenizer, encoded.prompts[0])
+            answer = ReasoningTracker(self.tokenizer, encoded[0])
             if constraint is not None and self._reasons(answer):
                 follow = partial(reasoning_before, tokenizer=self.tokenizer, **marks_of(answer))
                 grammar = await schemas.grammar(constraint, self._client, follow)
@@ -162,7 +150,7 @@ class Preparation:
             message = f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out"
             raise ErrorResponse(400, message, param=constraint.field)
         encoded = await self._encoded()
-        (prompt,) = encoded.prompts  # a chat has one
+        (prompt,) = encoded  # a chat has one
         if constraint is None and not tools.needs_grammar:
             return encoded, None
 
@@ -179,11 +167,11 @@ class Preparation:
         grammar = await schemas.grammar_of_calls(write, self._client, may_be_loose=may_be_loose, write_one=write_one)
         return encoded, grammar
 
-    async def _encoded(self) -> _Encoded:
+    async def _encoded(self) -> Sequence[tuple[int, ...]]:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias)
         length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
         encoded = await self._context.in_thread(self._encode, length)
-        lengths, limit = list(map(len, encoded.prompts)), self._context.limits.max_prompt_tokens
+        lengths, limit = list(map(len, encoded)), self._context.limits.max_prompt_tokens
         # Behind the message: clients look at its beginning.
         named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
         if limit is not None and (most := max(lengths)) > limit:
@@ -197,11 +185,11 @@ class Preparation:
                 raise PromptTooLongError(f"{error}{name}") from error
         return encoded
 
-    def _encode(self) -> _Encoded:
-        request, runtime = self.request, self.model.runtime
-        biases = _biases(request.logit_bias, self.tokenizer)
+    def _encode(self) -> Sequence[tuple[int, ...]]:
+        request = self.request
+        self._logit_bias = _biases(request.logit_bias, self.tokenizer)
         if (suffix := request.suffix) is None:
-            return _Encoded(encode_prompts(request, runtime), biases)
+            return encode_prompts(request, self.model.runtime)
         if (fill := self.model.fill_in_middle) is None:
             raise ErrorResponse(
                 400,
@@ -210,21 +198,19 @@ class Preparation:
                 param="suffix",
             )
         texts = [prompt for prompt in request.texts if isinstance(prompt, str)]
-        prompts = [fill.prompt(text, suffix, self.tokenizer) for text in texts]
-        return _Encoded(prompts, biases, fill.stop_tokens)
+        self._ends = fill.stop_tokens
+        return [fill.prompt(text, suffix, self.tokenizer) for text in texts]
 
     # --- settings and bounds ----------------------------------------------------------------------
 
-    async def _settings_and_ends(
-        self, encoded: _Encoded, grammar: Grammar | None, max_tokens: int | None
-    ) -> tuple[Settings, set[int]]:
+    async def _settings_and_ends(self, grammar: Grammar | None, max_tokens: int | None) -> tuple[Settings, set[int]]:
         """The settings of all prompts, without `min_tokens`, and the ids of the tokens that end their answers."""
         runtime, defaults = self.model.runtime, self.model.spec.settings
         step_size = defaults.get("prefill_step_size", self._context.limits.prefill_step_size)
         settings: dict[str, Any] = {"reuse_prefix": True, "prefill_step_size": step_size, **self.request.settings}
         settings["max_tokens"] = max_tokens or None
-        if encoded.logit_bias:
-            settings["logit_bias"] = encoded.logit_bias
+        if self._logit_bias:
+            settings["logit_bias"] = self._logit_bias
         if self.request.chat is not None and (predicted := self.request.chat.predicted_text):
             # Cut generously before: in text that is not code, a token has some five characters.
             cut = predicted[: 16 * _MAX_PREDICTED_TOKENS]
@@ -237,8 +223,8 @@ class Preparation:
         whole = runtime.check_settings(settings)
         if whole.ignore_eos:
             return whole, set(whole.stop_tokens)
-        if encoded.ends:
-            whole = attrs.evolve(whole, stop_tokens=(*whole.stop_tokens, *encoded.ends))
+        if self._ends:
+            whole = attrs.evolve(whole, stop_tokens=(*whole.stop_tokens, *self._ends))
         return whole, {*whole.stop_tokens, *self.tokenizer.eos_token_ids}
 
     def _max_tokens(self) -> int | None:

@@ -10,16 +10,9 @@ from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint,
 from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.anthropic.requests import MessagesRequest
-from runtime.server.anthropic.serializer import (
-    AnthropicMessage,
-    MessageSerializer,
-    MessagesErrorBody,
-    TokenCount,
-    messages_error_body,
-)
-from runtime.server.operations import ErrorForm, Operation
+from runtime.server.anthropic.serializer import ERRORS, AnthropicMessage, MessageSerializer, TokenCount
+from runtime.server.operations import Operation
 
-_ERRORS = ErrorForm(MessagesErrorBody, messages_error_body)
 _CONVERSATION = {"messages": [{"role": "user", "content": "def quicksort(items):"}]}
 
 
@@ -44,9 +37,9 @@ OPERATIONS = (
         MessagesRequest,
         {**_CONVERSATION, "max_tokens": 32, "stream": True},
         is_streamed=True,
-        errors=_ERRORS,
+        errors=ERRORS,
     ),
-    *endings("/v1/messages", "message", _ERRORS),
+    *endings("/v1/messages", "message", ERRORS),
     Operation(
         "/v1/messages/count_tokens",
         partial(TokenizerEndpoint, lambda body: parse_request(MessagesRequest, body).generation(), _token_count),
@@ -55,6 +48,6 @@ OPERATIONS = (
         TokenCount,
         MessagesRequest,
         _CONVERSATION,
-        errors=_ERRORS,
+        errors=ERRORS,
     ),
 )

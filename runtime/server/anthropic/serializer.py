@@ -15,7 +15,8 @@ from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.errors import ErrorResponse
-from runtime.server.models.reports import ModelDescription
+from runtime.server.operations import ErrorForm
+from runtime.server.reports import ModelDescription
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "cancelled"]
 
@@ -115,6 +116,9 @@ def messages_error_body(error: ErrorResponse) -> MessagesErrorBody:
     """The body of an error response."""
     type = _TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": type, "message": error.detail["message"]}}
+
+
+ERRORS = ErrorForm(MessagesErrorBody, messages_error_body)
 
 
 class AnthropicModel(TypedDict):

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import attrs
 import trio
 
 from protocol.errors import OutriderError
@@ -35,44 +34,9 @@ class CheckerGoneError(OutriderError):
 GrammarCheck = Callable[[str], Awaitable[Outcome]]
 """Compiles a grammar, in llguidance's own format, and says how that has ended.
 
-Raises: OutriderError: that cannot be found out. Cancellation: ends the compilation at once.
+Raises: OutriderError: that cannot be found out, as where llguidance is not installed. Cancellation: ends the
+compilation at once.
 """
-
-
-@attrs.define
-class GrammarChecker:
-    """Processes that check grammars, one at a time each. One that is done and within its limits waits for the next."""
-
-    _read_vocabulary: Callable[[], tuple[str, list[int]]]
-    _limits: dict[str, int]
-    _idle: trio.Process | None = None
-
-    async def __call__(self, grammar: str, /) -> Outcome:
-        """See `GrammarCheck`. Raises: SettingsError: llguidance cannot be used. CheckerGoneError."""
-        process, self._idle, first = self._idle, None, None
-        if process is None:
-            tokenizer, end_tokens = await trio.to_thread.run_sync(self._read_vocabulary)
-            first = {"tokenizer": tokenizer, "end_tokens": end_tokens, **self._limits}
-            process = await _started()
-        try:
-            if first is not None and not await _answer(process, first):
-                raise CheckerGoneError
-            answer = await _answer(process, grammar)
-            if answer == b"done\n" and self._idle is None:
-                self._idle = process
-            if answer:
-                return "done"
-            if (status := await process.wait()) == -signal.SIGKILL:
-                raise CheckerGoneError
-            return _OUTCOMES.get(status, "crash")
-        finally:
-            if self._idle is not process:
-                await _end(process)
-
-    async def close(self) -> None:
-        """End the process that waits for the next check."""
-        if self._idle is not None:
-            await _end(self._idle)
 
 
 async def _started() -> trio.Process:
@@ -110,16 +74,43 @@ async def _end(process: trio.Process) -> None:
 @asynccontextmanager
 async def grammar_checker(
     read_vocabulary: Callable[[], tuple[str, list[int]]], *, cpu_s: int = 1, memory_bytes: int = 2**28
-) -> AsyncIterator[GrammarChecker]:
-    """A checker of grammars; its processes end with the block.
+) -> AsyncIterator[GrammarCheck]:
+    """A checker of grammars, in processes that end with the block, for one grammar at a time each.
+
+    A process that is done and within its limits waits for the next check. If it ends, the next check starts another.
 
     Args:
         read_vocabulary: called in a thread; returns a fast tokenizer as JSON, and the ids of its end-of-text tokens. An
             OutriderError that it raises is the error of every check.
         cpu_s, memory_bytes: limits for each grammar; seconds are whole, >= 1.
     """
-    checker = GrammarChecker(read_vocabulary, {"cpu_s": cpu_s, "memory_bytes": memory_bytes})
+    idle: trio.Process | None = None
+
+    async def check(grammar: str) -> Outcome:
+        nonlocal idle
+        process, idle, first = idle, None, None
+        if process is None:
+            tokenizer, end_tokens = await trio.to_thread.run_sync(read_vocabulary)
+            limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
+            first = {"tokenizer": tokenizer, "end_tokens": end_tokens, **limits}
+            process = await _started()
+        try:
+            if first is not None and not await _answer(process, first):
+                raise CheckerGoneError
+            answer = await _answer(process, grammar)
+            if answer == b"done\n" and idle is None:
+                idle = process
+            if answer:
+                return "done"
+            if (status := await process.wait()) == -signal.SIGKILL:
+                raise CheckerGoneError
+            return _OUTCOMES.get(status, "crash")
+        finally:
+            if idle is not process:
+                await _end(process)
+
     try:
-        yield checker
+        yield check
     finally:
-        await checker.close()
+        if idle is not None:
+            await _end(idle)

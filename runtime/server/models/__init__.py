@@ -2,5 +2,5 @@
 
 `served_model` says what a model is, and reads such descriptions from a TOML file. `pool` decides which models are
 loaded when, and hands them to requests; a server of one model has a pool of one, which is loaded at the start and
-stays. `reports` says which models there are and how they do.
+stays.
 """

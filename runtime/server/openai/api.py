@@ -19,13 +19,7 @@ from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.pool import tokenizer_of
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
-from runtime.server.openai.serializers import (
-    ChatCompletion,
-    ChatSerializer,
-    ChunkSerializer,
-    Completion,
-    CompletionSerializer,
-)
+from runtime.server.openai.serializers import ChatCompletion, ChatSerializer, Completion, CompletionSerializer
 from runtime.server.operations import Operation
 
 
@@ -87,7 +81,7 @@ def _detokenized(body: DetokenizeRequest, runtime: Runtime) -> Detokenized:
 
 
 def _endpoint(
-    body_type: type[ChatRequest | CompletionRequest], serializer: type[ChunkSerializer]
+    body_type: type[ChatRequest | CompletionRequest], serializer: type[ChatSerializer | CompletionSerializer]
 ) -> Callable[[ServerContext], Endpoint]:
     def parse(body: bytes) -> Parsed:
         request = parse_request(body_type, body)

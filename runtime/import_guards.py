@@ -1,11 +1,13 @@
-"""The limit of open files while mlx-lm is imported.
+"""Guards of imports, for `runtime/__init__.py`: a user's module in place of a package, and the limit of open files.
 
-mlx-lm sets the limit to 2048 when it is imported, and the hard limit to 4096. Under a lower hard limit, as some
+mlx-lm sets that limit to 2048 when it is imported, and the hard limit to 4096. Under a lower hard limit, as some
 containers have, its import would fail; a server whose limit is higher would lose connections.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from importlib.machinery import PathFinder
 
@@ -15,6 +17,37 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
+
+
+def check_packages(*names: str) -> None:
+    """Check that packages are the ones beside this package, without importing them.
+
+    A script's own directory comes first on Python's path, so `import protocol` finds a `protocol.py` there. (A
+    `runtime.py` there replaces this package, so it cannot be detected here.)
+
+    Raises: ImportError: another module or package has one of the names.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for name in names:
+        expected = os.path.join(root, name)
+        spec = importlib.util.find_spec(name)  # also finds what is already imported
+        found = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or f"a module {name!r}"])
+        if found and not any(_same(path, expected) for path in found):
+            raise ImportError(
+                f"Outrider's package {name!r} is hidden by {found[0]!r}, which Python finds first; rename that, or run "
+                "your program from another directory",
+                name=name,
+                path=found[0],
+            )
+
+
+def _same(path: str, expected: str) -> bool:
+    if path == expected:
+        return True
+    try:
+        return os.path.samefile(path, expected)
+    except OSError:  # one does not exist, or is inside an archive
+        return False
 
 
 def guard_import() -> None:
