@@ -78,7 +78,7 @@ def num_sessions() -> int:
 async def settled(rt: runtime.Runtime, num_idle_tasks: int) -> None:
     """Wait until the target and the drafter have ended their parts of all streams."""
     sessions = rt._sessions
-    await until_in_trio(lambda: not sessions and not sessions._admitted and num_tasks() <= num_idle_tasks)
+    await until_in_trio(lambda: not sessions.by_id and not sessions._admitted and num_tasks() <= num_idle_tasks)
     collect_garbage()
     mx.clear_cache()
 
