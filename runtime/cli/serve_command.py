@@ -169,7 +169,8 @@ class _Server(SignalScope):
         from runtime.server.app import Service, application
         from runtime.server.connections.connection import serve
         from runtime.server.middleware import AccessLog, ForwardedClients
-        from runtime.server.models.pool import free_memory, model_pool, open_model
+        from runtime.server.models.loaded_model import free_memory, open_model
+        from runtime.server.models.pool import model_pool
 
         service = Service(
             limits=limits,

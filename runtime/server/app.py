@@ -27,6 +27,7 @@ from runtime.server.anthropic import api as anthropic_api
 from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelList, model_of, models_of
 from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
+from runtime.server.fair_threads import Background, in_thread
 from runtime.server.limits import Limits
 from runtime.server.middleware import first_part, host_error, key_error
 from runtime.server.models.pool import ModelPool
@@ -100,9 +101,7 @@ class Application:
         await self.app(scope, receive, send_with_headers)
 
 
-def application(
-    models: ModelPool, service: Service, *, background: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync
-) -> Application:
+def application(models: ModelPool, service: Service, *, background: Background = in_thread) -> Application:
     """The ASGI application. `background` runs long work, such as tokenising prompts, in threads."""
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
     context = ServerContext(models, service.limits, admission, background, service.is_strict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ import trio
 
 from runtime.server.answers.body import BodyMemory
 from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.fair_threads import Background
 from runtime.server.limits import Limits
 from runtime.server.models.pool import ModelPool
 from runtime.server.reports import Metrics
@@ -128,7 +129,7 @@ class ServerContext:
     models: ModelPool
     limits: Limits
     admission: RequestAdmission
-    background: Callable[..., Awaitable[Any]]  # runs a function in a thread, as `trio.to_thread.run_sync`
+    background: Background
     # Whether unknown fields, a `max_tokens` beyond the limit and, where only one model is served, the name of another
     # one are refused instead of ignored.
     is_strict: bool

@@ -16,7 +16,8 @@ from typing_extensions import TypedDict
 from protocol.settings import AUTO_DRAFT
 from runtime.engine.runtime import Health, Runtime
 from runtime.generation.token_stream import TokenStream
-from runtime.server.models.pool import LoadedModel, ModelPool, ModelState
+from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.pool import ModelPool, ModelState
 
 ServiceStatus = Literal["ok", "degraded", "broken"]
 

@@ -15,7 +15,7 @@ from asgi import COMPLETIONS, ask, figures, with_parameters_of
 from model_pools import LOAD_S, PROMPT, ScriptedLoads, ServedModels, served_models, spec, text_of
 from scripted import run
 
-from runtime.server.models.pool import free_memory
+from runtime.server.models.loaded_model import free_memory
 from runtime.server.models.served_model import ServedModel
 
 A, B, C = spec("a"), spec("b"), spec("c")

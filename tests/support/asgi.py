@@ -26,7 +26,8 @@ from runtime.server.app import Service, application
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.limits import Limits
-from runtime.server.models.pool import LoadedModel, ModelPool, model_pool
+from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.pool import ModelPool, model_pool
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 

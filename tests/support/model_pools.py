@@ -16,7 +16,8 @@ from runtime.engine.events import Events
 from runtime.engine.opening import running
 from runtime.server.app import Service, application
 from runtime.server.grammars.schemas import Schemas
-from runtime.server.models.pool import LoadedModel, ModelPool, model_pool
+from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.pool import ModelPool, model_pool
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 

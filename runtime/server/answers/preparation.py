@@ -33,7 +33,7 @@ from runtime.server.answers.api import AnswerSplitter, Echo, make_echo
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.models.pool import LoadedModel, tokenizer_of
+from runtime.server.models.loaded_model import LoadedModel, tokenizer_of
 
 # Most tokens that a response may name: those of all answers, and the likely others beside them. Each takes some 60
 # bytes of JSON, and several times that in memory.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from protocol.errors import OutriderError, SettingsError
 from runtime.generation.grammar import Grammar, grammar_of_choices, grammar_of_gbnf, grammar_of_regex
 from runtime.generation.json_schema import check_is_schema, grammar_of_schema, schema_name
 from runtime.server.errors import ConstraintError, ErrorResponse
+from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import GrammarCheck, Outcome
 
 T = TypeVar("T")
@@ -119,13 +120,12 @@ class Schemas:
     of the check is kept, but not the grammar: grammars grow while they are used.
 
     Attributes:
-        background: runs a function in a thread, as `trio.to_thread.run_sync`.
         timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
     """
 
     _tokenizer: Any  # the target's
     _check: GrammarCheck
-    _background: Callable[..., Awaitable[Any]]
+    _background: Background
     _timeout_s: float
     _any_object: Grammar | None = attrs.field(init=False, default=None)
     _turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))

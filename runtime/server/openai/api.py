@@ -17,7 +17,7 @@ from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest, Ids
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.models.pool import tokenizer_of
+from runtime.server.models.loaded_model import tokenizer_of
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
 from runtime.server.openai.serializers import ChatCompletion, ChatSerializer, Completion, CompletionSerializer
 from runtime.server.operations import Operation
