@@ -12,7 +12,7 @@ from served_command import KEY, PROMPT, Server, serving, serving_caller
 
 import runtime
 import runtime.engine.opening
-import runtime.server.models.pool
+import runtime.server.models.loaded_model
 
 if TYPE_CHECKING:
     import openai
@@ -78,5 +78,5 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise OpenedError
 
     monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.pool, "open_runtime", open)
+    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
     return given
