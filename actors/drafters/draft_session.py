@@ -140,8 +140,7 @@ class DraftSession(DrafterSession):
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
         """The proposal to send now; None to draft on. If it `is_due`, what is drafted by now, even nothing."""
-        is_ready = self.is_ready or self.is_late
-        if self.state.phase is not SessionPhase.PROPOSING or not is_ready:
+        if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
         may_draft = not (is_due or self.is_late or self.is_leaving or self.only_copies)
         nodes = self.policy.proposal(self.view(now_s, queue_slack_s, may_draft=may_draft))

@@ -445,8 +445,8 @@ class Sessions:
         if (draft is None or not draft.is_serving) and session.opened.drafted:
             # The drafter was detached while this session waited for admission, or everything is about to end.
             session.opened = attrs.evolve(session.opened, drafted=False)
-        elif draft is not None and not session.opened.only_reads:
-            session.opened = attrs.evolve(session.opened, target_begins=self._target.model.records_features)
+        elif draft is not None and self._target.model.records_features and not session.opened.only_reads:
+            session.opened = attrs.evolve(session.opened, target_begins=True)
         self._target.open_session(session)
         if draft is not None and session.opened.drafted:
             draft.open_session(session)
