@@ -56,8 +56,9 @@ class PassPrices:
     ) -> None:
         """Learn from a pass without drafts over `num_rows` rows; `is_ahead` if it has launched the next one.
 
-        One that was launched ahead began before its job, so it does not show what a pass costs, but what a plain round
-        of several of the `num_sessions` texts costs: nearly all of those are passes ahead.
+        One that was launched ahead began before its job, so it does not show what a pass costs. If it has launched
+        another in its own time, it shows what a plain round costs; of several of the `num_sessions` texts, nearly all
+        are such passes. The first of them computes two passes, and the last one next to nothing.
         """
         was_ahead = self._num_ahead > 0
         self._measures_next = not is_ahead and self._num_ahead >= MEASURED_EVERY
@@ -65,7 +66,8 @@ class PassPrices:
         if self._is_typical(sessions, num_sessions) and not (was_ahead or is_ahead) and num_sessions > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
-        if last is not None and num_rows == len(sessions) and (was_ahead or len(sessions) == 1):
+        is_steady = was_ahead == is_ahead and (is_ahead or len(sessions) == 1)
+        if last is not None and num_rows == len(sessions) and is_steady:
             self._prices.observe_plain_round(job.seconds + self._idle_s(last, job), num_texts=len(sessions))
 
     def learn_verified(
