@@ -54,7 +54,8 @@ class OpenOptions:
         prefix_cache_bytes: maximum size of each model's prefix cache in bytes, such as 2GB; 0 for none. It has cached
             sequences of finished texts, for streams with `reuse_prefix`; the least recently used one goes first.
         idle_reading: whether what the next turn of a conversation, or of a chat on a server, will begin with is read
-            while no stream is at work. A stream that begins waits for at most one pass of that reading.
+            while no stream is at work, unless the machine runs on battery. A stream that begins waits for at most one
+            pass of that reading.
         prefix_cache_dir: a directory for cached sequences that are evicted from the models' prefix caches, or are in
             them at the end, so that they outlive a restart. None stores nothing. It is made if it is missing, and
             several runtimes may share it. Its files have the tokens of texts, and can be used only with this model and
@@ -116,7 +117,7 @@ class OpenOptions:
     prefix_cache_bytes: int = attrs.field(
         default=PREFIX_CACHE_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
-    idle_reading: bool = attrs.field(default=False, validator=flag, metadata=option("", _CACHES))
+    idle_reading: bool = attrs.field(default=True, validator=flag, metadata=option("", _CACHES))
     prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
     prefix_cache_dir_bytes: int = attrs.field(
         default=PREFIX_CACHE_DIR_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)

@@ -16,6 +16,7 @@ _REPLACEMENTS = {
     "--cooldown": "the contenders of `outrider bench` take turns, so a hot machine slows all of them",
     "--copy-corpus": "it was removed; drafts are copied from the stream's own text",
     "--extra-eos-token": "--stop ends a text at a string",
+    "--idle-reading": "it is on; --no-idle-reading turns it off",
     "--ignore-chat-template": "--raw leaves the chat template out",
     "--image": "models read text alone",
     "--log-level": "requests are logged in one line each; --no-access-log turns that off",
@@ -51,6 +52,7 @@ _NAMED_OTHERWISE = {
     "lookaheads": "--lookahead",
     "stalled_s": "--stalled-seconds",
     "grace_s": "--grace-seconds",
+    "idle_reading": "--no-idle-reading",
     "wire_memory": "--no-wire-memory",
 }
 

@@ -38,6 +38,7 @@ from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reade
 from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
+from runtime.loading.device import runs_on_battery
 
 logger = logging.getLogger("outrider")
 
@@ -57,7 +58,7 @@ class IdleReading:
     """The prompts that are expected, and the task that reads them; see `runtime.open` about `idle_reading`.
 
     It gives way to anything else: a stream that begins waits for the pass that runs, what was read by then is kept, and
-    what was expected is forgotten, since the stream may be what it was expected for.
+    what was expected is forgotten, since the stream may be what it was expected for. On battery nothing is read.
     """
 
     _is_idle: Callable[[], bool]  # whether the models have nothing to do
@@ -89,7 +90,8 @@ class IdleReading:
                 read = self._expected.pop()
                 with trio.CancelScope() as self._scope:
                     try:
-                        await read()
+                        if not runs_on_battery():
+                            await read()
                     except Exception as error:  # of any kind: nobody has asked for it
                         logger.debug("nothing was read ahead: %s", error)
 

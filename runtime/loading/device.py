@@ -52,6 +52,14 @@ def physical_memory() -> int:
     return min([machine, *(limit for path in _CONTAINER_LIMITS if (limit := _number_in(path)) is not None)])
 
 
+def runs_on_battery() -> bool:
+    """Whether the machine is known to have no other power now."""
+    import psutil  # takes a tenth of a command's start
+
+    battery = psutil.sensors_battery()
+    return battery is not None and battery.power_plugged is False
+
+
 def _number_in(path: str) -> int | None:
     """The number in a file; None if there is no such file, or a word such as "max" in it."""
     try:

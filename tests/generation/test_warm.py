@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import trio
 from asgi import CHAT, HELLO, Letters, Served, saying, simulated_server
@@ -127,6 +129,18 @@ async def test_what_the_next_turn_begins_with_is_read_without_its_reasoning(is_o
         begun = len(BEGIN) if is_on else len(QUESTION)
         assert begun <= stream.statistics().cached_tokens <= begun + len("assistant:")
         await trio.sleep(1000)
+
+
+@sweep("plugged", [True, False, None])
+async def test_nothing_is_read_ahead_on_battery(
+    plugged: bool | None, monkeypatch: pytest.MonkeyPatch, autojump_clock: Any
+) -> None:
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: SimpleNamespace(power_plugged=plugged))
+    async with simulated(answering(), tokenizer=LETTERS, idle_reading=True) as simulation:
+        await simulation.runtime.conversation().generate("hello")
+        before = read(simulation)
+        await trio.sleep(1000)
+        assert (read(simulation) > before) is (plugged is not False)
 
 
 async def test_a_stream_that_begins_waits_for_one_pass_and_what_was_read_is_kept(autojump_clock: Any) -> None:

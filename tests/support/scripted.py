@@ -668,6 +668,7 @@ async def simulated(
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
     report_delay: Callable[[], float] | None = None,
+    idle_reading: bool = False,
     **options: Any,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
@@ -680,6 +681,7 @@ async def simulated(
         draft_price: the same on the draft worker, if that differs.
         schedule: seed of trio's random choice between tasks that are ready at the same time.
         report_delay: see `LaggingWorker`; None for no delay.
+        idle_reading: see `runtime.open`; by default not even on a machine with other power than a battery's.
         options: others of `running`, such as `make_policy`, `tokenizer` and `max_batch`.
     """
     trio._core._run._r.seed(schedule)
@@ -700,6 +702,7 @@ async def simulated(
             (target, target_worker),
             draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
             events=events,
+            idle_reading=idle_reading,
             **options,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
