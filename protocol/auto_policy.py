@@ -181,7 +181,7 @@ class AutoPolicy:
         step_s, step_beside_target_s = (
             self.prices.draft_share_s(1, beside_target=beside_target) for beside_target in (False, True)
         )
-        for length in range(depth + 1, view.max_proposal + 1):
+        for length in range(depth + 1, self._max_drafted(view) + 1):
             reach *= acceptance
             expected += reach
             cost_s = extra_s(length) + self._target_delay_s(view, drafted_s, self.prices.core_hold_s)
@@ -191,6 +191,17 @@ class AutoPolicy:
                 break
             drafted_s += step_beside_target_s if drafted_s < view.queue_slack_s else step_s
         return best_gain
+
+    def _max_drafted(self, view: PolicyView) -> int:
+        """How many tokens to draft for a proposal at most."""
+        if not self._waits_for_all:
+            return view.max_proposal
+        return min(view.max_proposal, max(1, self.prices.best_lookahead()))
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether texts share the passes of both models, so that they wait for each other, and are padded alike."""
+        return self.prices.num_texts > 1 and self.prices.drafts_together
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float, core_hold_s: float = 0.0) -> float:
         """Seconds by which drafting delays a target, which other sessions' passes hide, but for the cores it lacks."""
@@ -209,6 +220,8 @@ class AutoPolicy:
     def expansion(self, view: PolicyView) -> Node | None:
         if view.verdict_due_s is None:
             return self._best_end(view)[0]
+        if self._waits_for_all and not self.prices.works_ahead(max(1, self.prices.best_lookahead())):
+            return None
         best, best_reach_per_s = None, 0.0
         for node in view.tree.frontier():
             if node.open_reach < MIN_REACH:
@@ -256,7 +269,7 @@ class AutoPolicy:
             # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
             step_s = self.prices.draft_share_s(1, beside_target=view.queue_slack_s > 0.0)
             delay_s = self._target_delay_s(view, step_s)
-            max_steps = min(view.max_proposal, view.max_depth) - num_drafted
+            max_steps = min(self._max_drafted(view), view.max_depth) - num_drafted
             if view.queue_slack_s > 0.0:
                 # The price of a step changes where the others' passes end.
                 max_steps = min(max_steps, int(view.queue_slack_s / max(step_s, 1e-9)))

@@ -277,13 +277,17 @@ def _wait_for_more(view: TargetView, rounds: Sequence[ReadyRound]) -> NextJob | 
 
 
 def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
-    """Seconds to wait for the proposals of all texts, if all have the same fixed lookahead; <= 0 to begin now."""
+    """Seconds to wait for the proposals of all texts, if all have the same lookahead; <= 0 to begin now."""
     drafted_for = [each for each in view.expected if each.awaits_drafter and each.is_drafter_ready]
     num_texts = num_ready + len(drafted_for)
     lookaheads = {turn.lookahead for turn in view.turns if not turn.is_alone and not turn.reads_again}
     lookaheads |= {each.lookahead for each in drafted_for}
+    if not drafted_for or len(lookaheads) != 1 or num_texts > view.max_batch:
+        return 0.0
     lookahead = lookaheads.pop()
-    if not drafted_for or lookaheads or lookahead == "auto" or num_texts > view.max_batch:
+    if lookahead == "auto":
+        lookahead = view.prices.best_lookahead()
+    if lookahead == 0:
         return 0.0
     num_rows = sum(turn.round.is_row for turn in view.turns) + sum(each.is_row for each in view.expected)
     if not view.prices.one_group_pays(num_texts, lookahead, num_rows=num_rows):

@@ -129,6 +129,7 @@ class Prices:
     _drafting: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))
     _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
     _pays_ahead: dict[tuple[int, int], bool] = attrs.field(factory=dict)  # by lookahead and number of texts
+    _best_lookaheads: dict[int, int] = attrs.field(factory=dict)  # by number of texts
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -343,7 +344,20 @@ class Prices:
 
     def modelled_rate(self, acceptance: float) -> float:
         """Tokens per second of the best fixed lookahead for texts that share all passes, at this acceptance; or 0."""
-        best, tokens, reach, num_texts = 0.0, 1.0, 1.0, self.num_texts
+        return max((rate for _, rate in self._modelled_rates(acceptance)), default=0.0)
+
+    def best_lookahead(self) -> int:
+        """The fixed lookahead that should be best for texts that share all passes, at the drafter's acceptance."""
+        known = self._best_lookaheads.get(self.num_texts)
+        if known is None:
+            rates = self._modelled_rates(self._last_calibration.mean_acceptance)
+            known = max([(self.plain_rate, 0), *((rate, lookahead) for lookahead, rate in rates)])[1]
+            self._best_lookaheads[self.num_texts] = known
+        return known
+
+    def _modelled_rates(self, acceptance: float) -> Iterator[tuple[int, float]]:
+        """Fixed lookaheads, and tokens per second with each."""
+        tokens, reach, num_texts = 1.0, 1.0, self.num_texts
         step_s = self.draft_share_s(1, beside_target=False)
         hit_rate = self.hit_rate.value if self.hit_rate.is_known else 0.5
         slowdown = 0.0 if self.core_hold_s else self.verify.target_slowdown
@@ -361,8 +375,7 @@ class Prices:
             if (seconds := min(ahead_s, pass_s + num_steps * step_s)) > 0.0:
                 # Plain passes of several texts are started ahead.
                 seconds += self.gap_s.value if num_texts > 1 else 0.0
-                best = max(best, num_texts * tokens / seconds)
-        return best
+                yield k, num_texts * tokens / seconds
 
     def works_ahead(self, lookahead: int) -> bool:
         """Whether drafting `lookahead` >= 1 tokens beside a pass is worth more at hits than it takes from the pass."""
@@ -432,6 +445,7 @@ class Prices:
     def _price_passes(self, until_s: float) -> None:
         """Price the passes that ended by then, since all of the drafter's work beside them is known now."""
         self._pays_ahead.clear()
+        self._best_lookaheads.clear()
         while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
             width, began_s, ended_s = self._unpriced_passes.popleft()
             overlap_s, next_began = 0.0, math.inf

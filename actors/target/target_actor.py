@@ -222,13 +222,12 @@ class TargetActor(ModelActor[TargetSession]):
             session.turnaround_s.observe(now_s - session.ended_s)
             session.ended_s = None
         self._set_num_texts()
-        is_plain = session.is_plain()
+        is_plain, lookahead = session.is_plain(), session.settings.lookahead
         if (round := self._plan(session)) is None:
             return
         if is_plain:
-            turn = Turn(round, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
+            turn = Turn(round, lookahead, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
         else:
-            lookahead = session.state.opened.settings.lookahead
             turn = Turn(round, lookahead, is_alone=session.goes_alone, since_s=now_s)
             self._target_queue.enter(session.id, round.max_width)
         del self._waiting[session]
@@ -349,7 +348,8 @@ class TargetActor(ModelActor[TargetSession]):
         for session in going_on:
             if session not in self._ready and session not in self._waiting and not session.has_ended:
                 round, now_s = ReadyRound(1, is_row=session.is_row), self.worker.clock()
-                self._ready[session] = Turn(round, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
+                lookahead, is_ahead = session.settings.lookahead, session.is_ahead
+                self._ready[session] = Turn(round, lookahead, is_plain=True, is_ahead=is_ahead, since_s=now_s)
 
     async def _verify(self, sessions: Sequence[TargetSession], num_drafted: Sequence[int]) -> None:
         planned, ready_s = [], []
