@@ -1,4 +1,6 @@
-"""Traces of acceptance: at each position of real texts, what the drafter would propose and how sure it is.
+"""Traces of acceptance: at each position of real texts, what drafter and grammar would propose, and how sure they are.
+
+What would be copied there follows from prompt and text, but for what a grammar forbids.
 
 A trace says what speculation can gain, without saying anything about a machine: replayed with the times of passes of
 some device, it predicts the speed there (`tests/protocol/test_acceptance_traces.py`).
@@ -7,15 +9,17 @@ some device, it predicts the speed there (`tests/protocol/test_acceptance_traces
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.logits_processors import ForcedText
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
@@ -25,6 +29,7 @@ from runtime.bench.benchmark import Benchmark, Cases, Progress, without_repeats
 from runtime.bench.contenders import Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
+from runtime.generation.grammar import Grammar
 from runtime.loading.model_sources import Source
 from runtime.terminal.display import write_file
 
@@ -32,21 +37,27 @@ DEPTH = 8  # tokens that the drafter drafts from a position on
 SHOWN_DEPTHS = ("first", "second", "third", "fourth")
 
 Drafted = tuple[int, float]  # a token, and the drafter's confidence in it, in [0, 1]
+ForcedToken = tuple[int, int]  # a token and its doubt, as of `protocol.copying.Forced`
 
 
 @attrs.frozen
 class TracedText:
-    """A greedy text, and what the drafter would say at each position of it.
+    """A greedy text, and what the drafter and the text's grammar would say at each position of it.
 
     Attributes:
         drafts: for each position of `text`, the drafter's choices from there on, at most `DEPTH`; none where the target
             did not wait for the drafter.
+        forced: for each position, the tokens that the grammar forces from there on, if any; () without a grammar.
+        forbidden: for each position, the tokens that the grammar forbids there, of those that might be copied: those
+            that followed the token before it earlier in prompt or text; () without a grammar.
     """
 
     category: str
     prompt: tuple[int, ...]
     text: tuple[int, ...]
     drafts: tuple[tuple[Drafted, ...], ...]
+    forced: tuple[tuple[ForcedToken, ...], ...] = ()
+    forbidden: tuple[tuple[int, ...], ...] = ()
 
     def num_right(self, position: int) -> int:
         """How many of the choices at a position are right, from the first on."""
@@ -71,6 +82,21 @@ def traced(
     return TracedText(category, tuple(prompt), tuple(text), tuple(drafts))
 
 
+def with_grammar(found: TracedText, forced_text: ForcedText) -> TracedText:
+    """A trace with what the grammar forces and forbids; `forced_text` is at the beginning of the text."""
+    forced, forbidden = list[tuple[ForcedToken, ...]](), list[tuple[int, ...]]()
+    before, followers = found.prompt[-1], defaultdict[int, set[int]](set)
+    for one, other in pairwise(found.prompt):
+        followers[one].add(other)
+    for token in found.text:
+        forced.append(tuple([(each.token, each.doubt) for each in forced_text.after(())]))
+        forbidden.append(tuple([each for each in sorted(followers[before]) if not forced_text.num_allowed((), [each])]))
+        followers[before].add(token)
+        forced_text.append([token])
+        before = token
+    return attrs.evolve(found, forced=tuple(forced), forbidden=tuple(forbidden))
+
+
 def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
     """Write one JSON object a line. Raises: OutputError: the file cannot be written."""
     write_file(path, "".join(json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts))
@@ -78,7 +104,7 @@ def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
 
 @attrs.frozen
 class _RecordingPolicy(ChainPolicy):
-    """Proposes what the drafter itself has drafted, without copies, and notes it."""
+    """Proposes what the drafter itself has drafted, without copies and forced tokens, and notes it."""
 
     rounds: list[tuple[int, list[Drafted]]] = attrs.field(factory=list)  # positions in the whole text, and drafts
 
@@ -97,6 +123,7 @@ class _RecordingPolicy(ChainPolicy):
 class AcceptanceTrace(Benchmark):
     """The traces of the first turns of some prompts, in a `file`. Each is decoded once, and no speed is measured."""
 
+    follows_schemas = True
     file: Path
     repeats: int = attrs.field(default=1, init=False)
     _texts: list[TracedText] = attrs.field(init=False, factory=list)
@@ -130,18 +157,25 @@ class AcceptanceTrace(Benchmark):
             return _RecordingPolicy(DEPTH, overlaps=False, rounds=rounds)
 
         ends = tuple(getattr(models.tokenizer, "eos_token_ids", ()))
+        grammars = [
+            None if prompt.schema is None else Grammar.from_json_schema(prompt.schema, models.tokenizer)
+            for prompt in self.prompts
+        ]
         async with AsyncExitStack() as stack:
             stack.enter_context(models.evaluating_layers())
             runtime, _ = await models.open_runtime(stack, prefix_cache_bytes=0, make_policy=make_policy)
-            for number, (prompt, ids) in enumerate(zip(self.prompts, prompts, strict=True), 1):
+            for number, (prompt, ids, grammar) in enumerate(zip(self.prompts, prompts, grammars, strict=True), 1):
                 on_progress(f"decoding text {number} of {len(prompts)}")
-                stop_tokens = ends if prompt.has_answers else ()
+                stop_tokens = ends if prompt.has_answers or grammar is not None else ()
                 settings: dict[str, Any] = {"max_tokens": self.max_tokens, "stop_tokens": stop_tokens}
+                if grammar is not None:
+                    settings["logits_processors"] = (grammar,)
                 rounds.clear()
                 completion = await runtime.generate(ids, lookahead=DEPTH, **settings)
                 text = [token.id for token in completion.tokens]
                 begun = [(position - len(ids), drafted) for position, drafted in rounds]
-                self._texts.append(traced(prompt.category, ids, text, begun))
+                found = traced(prompt.category, ids, text, begun)
+                self._texts.append(found if grammar is None else with_grammar(found, grammar.forced_text()))
         return [], []
 
     @property
@@ -165,10 +199,12 @@ class AcceptanceTrace(Benchmark):
             *(column("", "category"), column("texts", "num_texts"), column("tokens", "num_tokens")),
             *(column(depth, depth, ".2f") for depth in SHOWN_DEPTHS),
             column("says", "confidence", ".2f"),
+            column("forced", "forced", ".2f"),
         )
         note = (
             f"Wrote {result['file']}. first, second, …: how often the drafter's choice there is the target's, if all "
-            "before it were. says: its own mean confidence in the first one."
+            "before it were. says: its own mean confidence in the first one. forced: how often the token is one that a "
+            "schema forces."
         )
         sections = [("trace", list(figures.about_models(result, len(self._texts))))]
         return Report(sections, [("Acceptance", figures.table(rows, columns))], [note])
@@ -181,10 +217,17 @@ def _row(kind: str, texts: Sequence[TracedText]) -> Row:
         reached = [num_right for num_drafted, num_right in places if num_drafted > depth and num_right >= depth]
         acceptance.append(figures.ratio(sum(num_right > depth for num_right in reached), len(reached)))
     confidences = [chain[0][1] for text in texts for chain in text.drafts if chain]
+    with_grammars = [text for text in texts if text.forced]
+    num_forced = sum(
+        bool(chain) and chain[0][0] == token
+        for text in with_grammars
+        for chain, token in zip(text.forced, text.text, strict=True)
+    )
     return {
         "category": kind,
         "num_texts": len(texts),
         "num_tokens": sum(len(text.text) for text in texts),
         "acceptance": acceptance,
         "confidence": figures.ratio(sum(confidences), len(confidences)),
+        "forced": figures.ratio(num_forced, sum(len(text.text) for text in with_grammars)),
     }

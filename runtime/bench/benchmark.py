@@ -81,6 +81,7 @@ class Benchmark(ABC):
     """
 
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
+    follows_schemas: ClassVar[bool] = False  # whether prompts may have a schema
     # Of the runtimes. No prompt is cached from an earlier run: mlx-lm's batches read all of them, too.
     prefix_cache_bytes: ClassVar[int] = 0
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
@@ -108,6 +109,8 @@ class Benchmark(ABC):
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
         if not prompts:
             raise PromptError("there is no prompt to measure with; give at least one")
+        if not self.follows_schemas and any(prompt.schema is not None for prompt in prompts):
+            raise PromptError("a prompt with a response_format goes with --trace-acceptance only; leave the format out")
 
     @dtype.validator
     def _check_dtype(self, _: object, dtype: Any) -> None:

@@ -1,7 +1,8 @@
 """Prompts of a benchmark: texts, chats and conversations of several turns, from files of several kinds.
 
 A line that is a JSON object may have the fields of Spec-Bench (Xia et al. 2024, `question.jsonl`) and of SPEED-Bench
-(NVIDIA 2026, exported as JSON lines): "turns" and "category". Others have "prompt" or "messages".
+(NVIDIA 2026, exported as JSON lines): "turns" and "category". Others have "prompt" or "messages". Any of them may have
+a "response_format" as chat requests of the server have it, with a JSON schema.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class BenchPrompt:
     turns: tuple[Any, ...]  # a text, token ids or chat messages; of a conversation, texts
     category: str = ""  # figures are also shown by category; may be empty
     is_chat: bool = False  # whether turns are messages of a user; without a chat template they are texts to continue
+    schema: Any = None  # the JSON schema of the answers; None for any text
 
     @property
     def has_answers(self) -> bool:
@@ -70,12 +72,24 @@ def read_prompts(file: str) -> list[BenchPrompt]:
 
 
 def _prompt_of(found: Any, where: str) -> BenchPrompt:
-    category = str(found.get("category", "")) if isinstance(found, dict) else ""
+    category, schema = "", None
+    if isinstance(found, dict):
+        category, schema = str(found.get("category", "")), _schema_of(found.get("response_format"), where)
     match found:
         case {"turns": [str(), *_] as turns} if all(isinstance(turn, str) for turn in turns):
-            return BenchPrompt(tuple(turns), category, is_chat=True)
+            return BenchPrompt(tuple(turns), category, is_chat=True, schema=schema)
         case {"messages": [dict(), *_] as messages}:
-            return BenchPrompt((messages,), category)
+            return BenchPrompt((messages,), category, schema=schema)
         case str(text) | {"prompt": str(text)}:
-            return BenchPrompt((text,), category)
+            return BenchPrompt((text,), category, schema=schema)
     raise PromptError(f'{where} is no prompt; an object has "prompt", "messages" or "turns" (a list of texts)')
+
+
+def _schema_of(response_format: Any, where: str) -> Any:
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    form = '{"type": "json_schema", "json_schema": {"schema": {…}}}'
+    raise PromptError(f"{where} has another response_format than {form}; write it in this form, or leave it out")

@@ -109,8 +109,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--trace-acceptance FILE",
-            "measure no speed, but write what the drafter would propose at each position of the greedy answers, and "
-            "how sure it is, as JSON lines, and show how often it is right by kind of text",
+            "measure no speed, but write what the drafter would propose at each position of the greedy answers, how "
+            "sure it is, and what a prompt's response_format forces, as JSON lines, and show how often the drafter is "
+            "right by kind of text",
         ),
         (
             "--dtype TYPE",

@@ -46,6 +46,20 @@ def test_a_line_may_have_the_fields_of_spec_bench_or_a_prompt_or_messages(tmp_pa
         read_prompts(str(tmp_path / "question.jsonl"))
 
 
+def test_a_prompt_of_any_form_may_have_a_schema(tmp_path):
+    file, schema = tmp_path / "prompts.jsonl", {"type": "object"}
+    named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    for line in ({"turns": ["a"]}, {"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        for response_format, expected in ((named, schema), ({"type": "text"}, None), (None, None)):
+            file.write_text(json.dumps(line | {"response_format": response_format}))
+            (prompt,) = read_prompts(str(file))
+            assert prompt.schema == expected
+    for response_format in ({"type": "json_object"}, schema, {"type": "json_schema", "json_schema": {"name": "a"}}):
+        file.write_text(json.dumps({"prompt": "a", "response_format": response_format}))
+        with pytest.raises(runtime.PromptError, match=r"line 1 of .* has another response_format"):
+            read_prompts(str(file))
+
+
 def test_the_bundled_prompts_are_of_five_kinds_for_small_models_and_some_have_several_turns():
     prompts = read_prompts(BUNDLED)
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(

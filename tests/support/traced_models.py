@@ -1,4 +1,4 @@
-"""A target that writes the texts of an acceptance trace, and a drafter that says there what the traced one said.
+"""A target that writes the texts of an acceptance trace, and a drafter and grammars that propose what was traced there.
 
 Tokens are renumbered, so that a vocabulary of a few thousand does: what was drafted wrongly is one token that no text
 has.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
+import attrs
+import mlx.core as mx
 import trio
 import trio.testing
 from scenario import Scenario
 from simulation import simulated_runtime
 from trained_scripts import RecordingTarget, TrainedDraft
 
+from protocol.copying import Forced
 from runtime.bench.acceptance_trace import TracedText
 from runtime.engine.events import Events
 
@@ -30,8 +33,10 @@ def read_trace(path: Path) -> list[TracedText]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         fields = json.loads(line)
-        drafts = tuple([tuple([(token, sure) for token, sure in chain]) for chain in fields["drafts"]])
-        found.append(TracedText(fields["category"], tuple(fields["prompt"]), tuple(fields["text"]), drafts))
+        prompt, text = (tuple(fields[name]) for name in ("prompt", "text"))
+        drafts, forced = (tuple([tuple(map(tuple, chain)) for chain in fields[name]]) for name in ("drafts", "forced"))
+        forbidden = tuple(map(tuple, fields["forbidden"]))
+        found.append(TracedText(fields["category"], prompt, text, drafts, forced, forbidden))
     return found
 
 
@@ -47,14 +52,9 @@ class Texts:
         self.texts = []
         for each in traced:
             prompt, text = renumbered(each.prompt), renumbered(each.text)
-            drafts = [
-                tuple(
-                    (text[at + place] if each.text[at + place : at + place + 1] == (token,) else WRONG, sure)
-                    for place, (token, sure) in enumerate(chain)
-                )
-                for at, chain in enumerate(each.drafts)
-            ]
-            self.texts.append(TracedText(each.category, prompt, text, tuple(drafts)))
+            drafts, forced = (_renumbered(chains, each.text, text) for chains in (each.drafts, each.forced))
+            forbidden = tuple(map(renumbered, each.forbidden))
+            self.texts.append(TracedText(each.category, prompt, text, drafts, forced, forbidden))
         self.vocab_size = 1 + len(numbers)
 
     def of(self, tokens: Sequence[int]) -> TracedText | None:
@@ -62,6 +62,72 @@ class Texts:
         found = [text for text in self.texts if tuple(tokens[: len(text.prompt)]) == text.prompt]
         # One prompt may begin with another.
         return max(found, key=lambda text: len(text.prompt), default=None)
+
+
+Saying = TypeVar("Saying", int, float)
+
+
+def _renumbered(
+    chains: Iterable[Sequence[tuple[int, Saying]]], before: Sequence[int], text: Sequence[int]
+) -> tuple[tuple[tuple[int, Saying], ...], ...]:
+    """Chains from each position of a text, with the numbers of the text's tokens."""
+
+    def number(at: int, token: int) -> int:
+        return text[at] if at < len(text) and before[at] == token else WRONG
+
+    return tuple(
+        tuple((number(at + place, token), saying) for place, (token, saying) in enumerate(chain))
+        for at, chain in enumerate(chains)
+    )
+
+
+class TracedGrammar:
+    """Forces in a text what the traced grammar forced; see `protocol.logits_processors.Forcing`. Changes no logits."""
+
+    def __init__(self, text: TracedText) -> None:
+        self._text = text
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits
+
+    def save(self) -> None:
+        pass
+
+    def restore(self, state: None) -> None:
+        pass
+
+    def forced_text(self) -> TracedForcedText:
+        return TracedForcedText(self._text)
+
+
+@attrs.define
+class TracedForcedText:
+    """What is forced in one text. After a wrong token the trace says nothing: the grammar then forces as many tokens as
+    after the right one, all wrong, and allows all copies.
+    """
+
+    traced: TracedText
+    _size: int = 0
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self._size += len(tokens)
+
+    def after(self, beyond: Sequence[int]) -> list[Forced]:
+        at, text = self._size + len(beyond), self.traced.text
+        if at >= len(text):
+            return []
+        is_right = tuple(beyond) == text[self._size : at]
+        return [Forced(token if is_right else WRONG, doubt) for token, doubt in self.traced.forced[at]]
+
+    def num_allowed(self, beyond: Sequence[int], tokens: Sequence[int]) -> int:
+        at, text = self._size, self.traced.text
+        for place, token in enumerate((*beyond, *tokens), -len(beyond)):
+            if at >= len(text) or (place >= 0 and token in self.traced.forbidden[at]):
+                return max(0, place)
+            if token != text[at]:
+                break
+            at += 1
+        return len(tokens)
 
 
 def traced_target(texts: Texts) -> RecordingTarget:
@@ -111,7 +177,9 @@ def replay(texts: Texts, scenario: Scenario, lookahead: int | Literal["auto"]) -
         async with simulated_runtime(scenario, Events(), pair=pair, prompts_are_free=True) as runtime:
             began = trio.current_time()
             for text in texts.texts:
-                completion = await runtime.generate(text.prompt, max_tokens=len(text.text), lookahead=lookahead)
+                settings: dict[str, Any] = {"max_tokens": len(text.text), "lookahead": lookahead}
+                processors = (TracedGrammar(text),) if text.forced else ()
+                completion = await runtime.generate(text.prompt, logits_processors=processors, **settings)
                 assert tuple(token.id for token in completion.tokens) == text.text
             return sum(len(text.text) for text in texts.texts) / (trio.current_time() - began)
 
