@@ -1,7 +1,8 @@
 """`lookahead="auto"` on real texts: what a trained drafter said, replayed with the pass times of real devices.
 
 `acceptance_traces/smollm2.jsonl` was written by `outrider bench --trace-acceptance` for SmolLM2-135M-Instruct with its
-bundled drafter, in float32; `docs/speed.md` has its figures.
+bundled drafter, in float32; `docs/speed.md` has its figures. The texts of the kind "schema" answer
+`acceptance_traces/schemas.jsonl`, those of the other kinds the bundled prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from device_tables import FILES, all_tables
 from scenario import Scenario
-from traced_models import Texts, read_trace, replay
+from traced_models import Texts, TracedForcedText, read_trace, replay
 
 from actors.drafters.drafter import DrafterSession
 
@@ -40,9 +41,9 @@ each_device = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_auto_is_near_the_best_fixed_lookahead_on_every_kind_of_text(path: Path) -> None:
     scenario, ratios = scenario_of(path), {}
     # In summaries and texts that are rewritten, most is copied, in which no fixed lookahead comes near. Each device has
-    # two of the other kinds, so that each kind is replayed on three devices or more.
+    # JSON by a schema and two of the other kinds, so that each kind is replayed on three devices or more.
     at = FILES.index(path)
-    for kind in itertools.islice(itertools.cycle(("chat", "code", "json")), at, at + 2):
+    for kind in ("schema", *itertools.islice(itertools.cycle(("chat", "code", "json")), at, at + 2)):
         texts = texts_of(kind)
         fixed = [replay(texts, scenario, lookahead) for lookahead in (1, 2, 4)]
         ratios[kind] = replay(texts, scenario, "auto") / max(1.0, *fixed)  # plain decoding has 1
@@ -56,3 +57,12 @@ def test_copies_make_summaries_faster(path: Path, monkeypatch: pytest.MonkeyPatc
     with_copies = replay(texts, scenario, "auto")
     monkeypatch.setattr(DrafterSession, "copies", False)
     assert with_copies >= 1.25 * replay(texts, scenario, "auto")
+
+
+@pytest.mark.slow
+@each_device
+def test_what_a_schema_forces_makes_its_texts_faster(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, scenario = texts_of("schema"), scenario_of(path)
+    with_forced = replay(texts, scenario, "auto")
+    monkeypatch.setattr(TracedForcedText, "after", lambda self, beyond: [])
+    assert with_forced >= 1.03 * replay(texts, scenario, "auto")
