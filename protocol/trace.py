@@ -80,7 +80,7 @@ class Span:
     def fractions(self) -> dict[int, float]:
         """The fraction of the job that each of `sessions` accounts for, in (0, 1]: its tokens, of those of all."""
         if not self.shares:
-            return dict.fromkeys(self.sessions, 1.0)
+            return {} if self.session is None else {self.session: 1.0}
         num_tokens = sum([share.num_tokens for share in self.shares])
         if num_tokens == 0:
             return dict.fromkeys(self.sessions, 1.0 / len(self.shares))

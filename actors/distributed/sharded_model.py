@@ -374,12 +374,12 @@ class FollowingModel:
                     )
             case "open", ():
                 sequences[number] = model.open_sequence(beside_another=False, number=number)
-                sequences[number].features.want(False)
+                sequences[number].recorded.want(False)
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
             case "copy", (length, copy):
                 sequences[copy] = sequence.copy(length, copy)
-                sequences[copy].features.want(False)
+                sequences[copy].recorded.want(False)
             case "share", (other, num_common):
                 sequence.share(sequences[other], num_common)
             case "prepare" | "leave_batch" | "add_prefix_checkpoint" | "rewind" | "forget" | "reuse", _:

@@ -146,12 +146,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         while self._changed:  # a session that is looked at may change others
             self._take_in()
         waiting = [session for session in self._sessions.values() if session.task is not None]
-        most = min(self._steps.num_shared, self._most_together)
-        found = next_job([each.waits(self._num_read) for each in waiting], most, self.chunk_size())
-        chosen = [waiting[index] for index in found]
-        if not chosen or (task := chosen[0].task) is None:
+        if len(waiting) > 1:
+            most = min(self._steps.num_shared, self._most_together)
+            found = next_job([each.waits(self._num_read) for each in waiting], most, self.chunk_size())
+            waiting = [waiting[index] for index in found]
+        if not waiting or (task := waiting[0].task) is None:
             return None
-        return task, chosen
+        return task, waiting
 
     async def _work(self, task: Task, sessions: Sequence[DraftSession]) -> None:
         if not task.is_brief:

@@ -166,7 +166,7 @@ class DraftSteps:
         if (chosen := pipeline.sample(logits, start)) is not None:
             probs = mx.softmax(logits.astype(mx.float32), axis=-1)
             tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
-        elif settings.rule == "match":
+        elif pipeline.rule == "match":
             decisions = [(seed, start + i) for i in range(num_rows)]
             tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, decisions, self.vocab_size))
         else:
@@ -175,7 +175,7 @@ class DraftSteps:
         if isinstance(self.sequence, FeatureInput) and (estimates := self.sequence.acceptance) is not None:
             confidences = mx.where(confidences > 0.0, estimates, 0.0)
         logit_check = LogitCheck.of(rows, rows)
-        mx.eval(tokens, confidences, *logit_check.arrays())
+        mx.eval(tokens, confidences, *logit_check.arrays)
         self.sequence.check(end)
         if (num_sound := logit_check.num_sound()) < num_rows:
             logit_check.check(num_sound, start + num_sound, "draft")
@@ -187,7 +187,7 @@ class DraftSteps:
         """What sessions must have in common to share array operations; None for one that shares none."""
         shared = self.shared
         settings, kind = shared.opened.settings, shared.logits_pipeline.kind
-        if kind is None or settings.rule != "match":
+        if kind is None or shared.logits_pipeline.rule != "match":
             return None
         has_estimates = isinstance(self.sequence, FeatureInput) and self.sequence.acceptance is not None
         return kind, settings.drafting_temperature, has_estimates
@@ -200,7 +200,7 @@ class DraftSteps:
         # The random key and some processors depend on the text before. A user's sampler is called with evaluated
         # arrays.
         logits_pipeline = self.shared.logits_pipeline
-        if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
+        if logits_pipeline.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
         if self.chains is not None:
             return self.chains
@@ -233,7 +233,7 @@ class LazyGuesses:
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
         probs = (self.probs.tokens, self.probs.values) if isinstance(self.probs, Sparse) else (self.probs,)
-        arrays = (self.choices, self.confidences, *self.logit_check.arrays(), self.acceptance, *probs)
+        arrays = (self.choices, self.confidences, *self.logit_check.arrays, self.acceptance, *probs)
         return [array for array in arrays if array is not None]
 
     def read(self) -> list[Guess]:
@@ -278,7 +278,7 @@ def guesses_together(
     logit_check = LogitCheck.of(rows, rows)
     if (chosen := pipeline.sample(shaped, positions[0])) is not None:
         lazy = LazyGuesses(chosen, mx.softmax(shaped[0].astype(mx.float32))[chosen], logit_check)
-    elif opened.settings.rule == "match":
+    elif pipeline.rule == "match":
         decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
         lazy = guesses_by_match(shaped, logit_check, opened.settings, decisions, first.vocab_size)
     else:

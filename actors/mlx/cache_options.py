@@ -79,6 +79,11 @@ class CacheOptions:
         for (kind, layer), (_, longer_layer) in zip(kinds_of(short), kinds_of(longer), strict=True):
             yield kind, layer, longer_layer
 
+    def always_trims(self, cache: list[Any]) -> bool:
+        """Whether any feed is one pass, and can be undone by a trim, however long the text is."""
+        may_trim = self.rewind in ("auto", "trim") and self.kv_bits is None and not self.one_by_one
+        return may_trim and all(kind.always_trims for kind, _ in kinds_of(cache))
+
     def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
         """Whether every layer could take `num_tokens` more and then drop its tail; see `CacheKind.can_trim_after`."""
         return self.rewind in ("auto", "trim") and all(

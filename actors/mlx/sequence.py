@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import attrs
@@ -49,8 +49,9 @@ class MLXSequence(RowText, StatefulSequence):
     ) -> None:
         """Make an empty sequence. The slot holds the recorder of the model's features, while there is one."""
         super().__init__(options.make_cache(model))
+        self._always_trims = options.always_trims(self.cache)
         self._model = model
-        self._features = RecordedFeatures(recorder_slot or RecorderSlot())
+        self.recorded = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options
         self._vocab_size = vocab_size
         self.layer_evaluation = layer_evaluation
@@ -60,8 +61,9 @@ class MLXSequence(RowText, StatefulSequence):
         self._stored: StoredTokens | None = None  # what was taken out of the caches, while nobody works on the text
 
     @property
-    def features(self) -> RecordedFeatures:
-        return self._features
+    def features(self) -> RecordedFeatures | None:
+        """None while nobody reads features of the model."""
+        return None if self.recorded.slot.recorder is None else self.recorded
 
     # --- as a row of a batch ---------------------------------------------------------------------
 
@@ -87,12 +89,12 @@ class MLXSequence(RowText, StatefulSequence):
         """Also leaves its batch, without telling it: that batch must be given up."""
         self.cache = self._options.make_cache(self._model)
         self.batch, self._length, self._quantized_at = None, 0, None
-        self.features.clear()
+        self.recorded.clear()
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
         assert self.batch is not None
-        self.features.add(self.length, self.batch.features(self))
+        self.recorded.add(self.length, self.batch.features(self))
         super().count_row()
 
     # --- alone ------------------------------------------------------------------------------------
@@ -103,10 +105,10 @@ class MLXSequence(RowText, StatefulSequence):
             self._forward(tokens)
             for kind, layer in kinds_of(self.cache):
                 kind.compact(layer)
-            mx.eval([layer.state for layer in self.cache], self.features.arrays())
+            mx.eval([layer.state for layer in self.cache], self.recorded.arrays())
             release_buffers()
             return None
-        passes = self._options.passes(self.cache, self._length, tokens)
+        passes = [tokens] if self._always_trims else self._options.passes(self.cache, self._length, tokens)
         last_alone = num_logits == 1 < len(tokens) and not self.computes_all_logits
         with handing_on_last() if last_alone else nullcontext():
             logits_of_passes = [self._forward(pass_tokens) for pass_tokens in passes]
@@ -114,8 +116,9 @@ class MLXSequence(RowText, StatefulSequence):
         return logits[-num_logits:]
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        self.leave_batch()
-        with self.features.of_pass(self.length, 1):
+        if self.batch is not None:
+            self.leave_batch()
+        with self._recording(1):
             logits: mx.array = self._model(token[None], cache=self.cache)
         self._grow(1)
         return logits[0]
@@ -124,14 +127,19 @@ class MLXSequence(RowText, StatefulSequence):
         """(len(tokens), V) logits, lazy."""
         # A drafter may have a smaller vocabulary than its target, and an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluating(self.layer_evaluation), self.features.of_pass(self.length, len(tokens)):
+        with evaluating(self.layer_evaluation), self._recording(len(tokens)):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]
 
+    def _recording(self, num_tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.features is None else self.recorded.of_pass(self.length, num_tokens)
+
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         if self.batch is not None:
             return RewindMode.CHECKPOINT if self.batch.is_recurrent else RewindMode.TRIM
+        if self._always_trims:
+            return RewindMode.TRIM
         rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
         last = self._checkpoints[-1].length if self._checkpoints else -1
         if rewind_mode is RewindMode.CHECKPOINT and last < self._length:
@@ -144,22 +152,27 @@ class MLXSequence(RowText, StatefulSequence):
     def rewind(self, length: int) -> int:
         if self.batch is not None:
             self._length = self.batch.rewind(self, length)
-            self.features.rewind(self.length)
+            self.recorded.rewind(self.length)
             return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
         if length < self._length:
-            if self._options.can_trim(self.cache, 0, length):
+            if self._always_trims or self._options.can_trim(self.cache, 0, length):
                 self._trim(length)
             else:
                 self._rewind_to_checkpoint(length)
-        self._drop_checkpoints_ahead()
-        self.features.rewind(self.length)
+            self._drop_checkpoints_ahead()
+            self.recorded.rewind(self.length)
         self.check_caches(self._length)
         return self._length
 
     def check(self, length: int) -> None:
         self.check_caches(length)
+
+    def check_caches(self, length: int) -> None:
+        # This runs after every pass, so caches that count their tokens are looked at first, without their kinds.
+        if self.batch is not None or not all([getattr(layer, "offset", None) == length for layer in self.cache]):
+            super().check_caches(length)
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """None also if a cache is of an unknown class."""
@@ -210,7 +223,7 @@ class MLXSequence(RowText, StatefulSequence):
             self._options,
             vocab_size=self._vocab_size,
             layer_evaluation=self.layer_evaluation,
-            recorder_slot=self.features.slot,
+            recorder_slot=self.recorded.slot,
         )
 
     def _copied_to(self, copy: S, length: int) -> S:
@@ -341,7 +354,7 @@ class MLXSequence(RowText, StatefulSequence):
                 self._length = length
         self._checkpoints.clear()
         self._drop_checkpoints_ahead()
-        self.features.rewind(length)
+        self.recorded.rewind(length)
         self.check_caches(length)
         if self.needs_prefix_checkpoints:
             self.add_prefix_checkpoint()  # a third text may part here, too
@@ -384,7 +397,7 @@ class MLXSequence(RowText, StatefulSequence):
     def _grow(self, num_tokens: int) -> None:
         """Count tokens that were fed, and quantise the caches if it is time."""
         old_length, self._length = self._length, self._length + num_tokens
-        if self._options.quantize(self.cache, self._length):
+        if self._options.kv_bits is not None and self._options.quantize(self.cache, self._length):
             self._quantized_at = self._length
             # The checkpoints belong to the caches that were replaced.
             self._checkpoints.clear()

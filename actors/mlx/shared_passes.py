@@ -237,7 +237,7 @@ class SharedPasses:
 
 
 def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
-    return next((recorder for text in texts if (recorder := text.features.recorder) is not None), None)
+    return next((recorder for text in texts if (recorder := text.recorded.recorder) is not None), None)
 
 
 def _passes(length: int, widths: Sequence[int]) -> list[tuple[int, int]]:

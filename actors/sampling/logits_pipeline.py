@@ -56,6 +56,7 @@ class LogitsPipeline:
         settings = opened.settings
         self._seed = opened.seed
         self._settings = settings
+        self.rule = settings.rule  # by which the tokens are judged that are drafted from these logits
         self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
         self._penalties = _penalties(settings)
         processors = settings.logits_processors
@@ -65,12 +66,15 @@ class LogitsPipeline:
         # How many tokens before a position the processors need; None for all.
         sizes = [size for _, size in self._penalties]
         self._look_back = None if self._own is not None or None in sizes else max(filter(None, sizes), default=0)
+        self.needs_text = self._look_back != 0  # whether any processor depends on the tokens before the logits
+        # Whether there is a user's processor or sampler, called with evaluated arrays and evaluated at once.
+        self.runs_user_code = self._own is not None or self._sampler is not None
         # Processors depend on the text, and XTC draws from its seed.
         self._kind: Hashable | None = None
         self._forced: tuple[int, tuple[int, ...]] = (0, ())  # the first position, and the tokens from there on
         if not (self.runs_user_code or self.needs_text or self._bias or settings.xtc_probability > 0):
             shapes = settings.top_p, settings.min_p, settings.min_tokens_to_keep, settings.top_k
-            self._kind = (settings.rule, settings.temperature, *(shapes if self._filters else ()))
+            self._kind = (self.rule, settings.temperature, *(shapes if self._filters else ()))
 
     @property
     def kind(self) -> Hashable | None:
@@ -85,16 +89,6 @@ class LogitsPipeline:
     def force(self, start: int, tokens: Sequence[int]) -> None:
         """Force tokens from a position on, in place of those that were forced before; none end that."""
         self._forced = start, tuple(tokens)
-
-    @property
-    def runs_user_code(self) -> bool:
-        """Whether there is a user's processor or sampler, called with evaluated arrays and evaluated at once."""
-        return self._own is not None or self._sampler is not None
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether any processor depends on the tokens before the logits."""
-        return self._look_back != 0
 
     def history(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> TokenHistory:
         """The tokens of a text and a draft that processors need for the logits after the last `num_rows` of them."""
@@ -114,7 +108,7 @@ class LogitsPipeline:
         for processor in self._bias:  # does not depend on the text, and takes all rows at once
             logits = processor(_NO_TOKENS, logits)
         if not self.needs_text:
-            return self._with_forced(logits, start)
+            return self._with_forced(logits, start) if self._forced[1] else logits
         histories = [history.before(start + i, self._look_back) for i in range(logits.shape[0])]
         texts = [mx.array(tokens) for tokens in histories]
         if last is not None:
@@ -183,25 +177,19 @@ def pad(logits: mx.array, width: int) -> mx.array:
 
 @attrs.define
 class LogitCheck:
-    """Whether a token can be chosen from rows of logits, by the largest of each row, lazy: (n,) of the model's own, and
-    of the processed ones if these differ.
+    """Whether a token can be chosen from rows of logits, by the largest of each row.
 
     MLX's maximum of a row is NaN if any element is. So it is finite if and only if no logit is NaN or +inf and at least
     one is finite.
     """
 
-    own: mx.array
-    processed: mx.array | None = None
+    arrays: list[mx.array]  # (n,) the maxima of the model's own rows, and of the processed ones if these differ; lazy
     _values: list[tuple[float, ...]] | None = attrs.field(default=None, init=False)
 
     @classmethod
     def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
         """The check of the model's rows (n, V), and of the processed rows, which may be the same object."""
-        return cls(mx.max(logits, axis=-1), None if processed is logits else mx.max(processed, axis=-1))
-
-    def arrays(self) -> list[mx.array]:
-        """All arrays, to be evaluated together with something else."""
-        return [self.own] if self.processed is None else [self.own, self.processed]
+        return cls([mx.max(rows, axis=-1) for rows in ([logits] if processed is logits else [logits, processed])])
 
     def are_sound(self) -> list[bool]:
         """Whether a token can be chosen from each row."""
@@ -214,7 +202,7 @@ class LogitCheck:
 
     def _read(self) -> list[tuple[float, ...]]:
         if self._values is None:
-            self._values = list(zip(*(cast(list[float], each.tolist()) for each in self.arrays()), strict=True))
+            self._values = list(zip(*[cast(list[float], each.tolist()) for each in self.arrays], strict=True))
         return self._values
 
     def check(self, row: int, position: int, role: str) -> None:

@@ -134,15 +134,9 @@ class _Judged:
     processed: mx.array  # (R, V) logits
     check: LogitCheck  # of these logits
     judgements: LazyJudgements  # of the rows
+    arrays: list[mx.array]  # that `results` reads
     # Of the next tokens of rows without drafted tokens, if the session asks for them.
     likelihoods: dict[Row, LazyLikelihoods] = attrs.field(factory=dict)
-
-    def arrays(self) -> list[mx.array]:
-        """What `results` reads."""
-        arrays = [*self.judgements.arrays, *self.check.arrays()]
-        for lazy in self.likelihoods.values():
-            arrays += lazy.arrays()
-        return arrays
 
     def results(self, *, goes_ahead: bool) -> dict[Row, RowResult]:
         """Read the judgements, and rewind the caches, unless they have gone ahead."""
@@ -247,7 +241,7 @@ class Passes:
     def _launched_and_read(self, feeds: dict[Row, Feed | None], goes_ahead: bool) -> dict[Row, RowResult]:
         rows, results = tuple(feeds), dict[Row, RowResult]()
         judged = self._launch(feeds, results)
-        arrays = [array for each in judged for array in each.arrays()]
+        arrays = [array for each in judged for array in each.arrays]
         for row in rows:
             if (features := row.sequence.features) is not None:
                 arrays += features.arrays()
@@ -276,7 +270,7 @@ class Passes:
         for row, feed in feeds.items():
             kept, row.kept_logits = row.kept_logits, None
             logits.append(next(fresh) if feed is not None or kept is None else kept)
-        if any(row.logits_pipeline.runs_user_code for row in rows):
+        if any([row.logits_pipeline.runs_user_code for row in rows]):
             # So that user code is not blamed for a pass that fails.
             mx.eval(logits)
         counts = [each.shape[0] for each in logits]
@@ -289,12 +283,12 @@ class Passes:
             tokens = mx.concatenate([each.judgements.tokens for each in judged])[mx.array([order[row] for row in rows])]
         tokens = tokens.astype(mx.uint32)
         logits = self._model.feed_ahead([row.sequence for row in rows], tokens)
-        if any(row.logits_pipeline.runs_user_code for row in rows):
+        if any([row.logits_pipeline.runs_user_code for row in rows]):
             mx.async_eval(logits)
             self._ahead = _PassAhead(rows, logits, None)
             return
         judged_ahead = _judge(rows, [1] * len(rows), logits, {}, tokens)
-        mx.async_eval(*[array for each in judged_ahead for array in each.arrays()])
+        mx.async_eval(*[array for each in judged_ahead for array in each.arrays])
         self._ahead = _PassAhead(rows, logits, judged_ahead)
 
 
@@ -314,7 +308,8 @@ def _judge(
     for kind, indices in kinds.items():
         some = logits if len(kinds) == 1 else _of_rows(logits, counts, indices)
         if not isinstance(kind, int):
-            judged.append(_judged_together([rows[i] for i in indices], [counts[i] for i in indices], some, before))
+            alike = rows if len(kinds) == 1 else [rows[i] for i in indices]
+            judged.append(_judged_together(alike, [counts[i] for i in indices], some, before))
             continue
         try:
             judged.append(_judged_alone(rows[kind], some, None if before is None else before[kind : kind + 1]))
@@ -332,18 +327,19 @@ def _judged_together(
     rows: Sequence[Row], counts: Sequence[int], logits: mx.array, before: mx.array | None = None
 ) -> _Judged:
     """Judge rows of one kind, or a row by itself. Where no user code is run, an error is a failure of the pass."""
-    first, is_ahead = rows[0], before is not None
-    settings, pipeline, position = first.opened.settings, first.logits_pipeline, first.position + is_ahead
-    processed = pipeline.process(logits, first.history, position, before)
+    proposed = [row.to_judge(count, is_ahead=before is not None) for row, count in zip(rows, counts, strict=True)]
+    settings, pipeline, position = rows[0].opened.settings, rows[0].logits_pipeline, proposed[0].start
+    processed = pipeline.process(logits, rows[0].history, position, before)
     filtered = pipeline.filter(processed, position)
     chosen = pipeline.sample(filtered, position)
-    proposed = [row.to_judge(count, is_ahead=is_ahead) for row, count in zip(rows, counts, strict=True)]
-    judgements = judge(filtered, proposed, settings.rule, settings.temperature, chosen=chosen)
-    judged = _Judged(rows, counts, processed, LogitCheck.of(logits, processed), judgements)
+    judgements = judge(filtered, proposed, pipeline.rule, settings.temperature, chosen=chosen)
+    check = LogitCheck.of(logits, processed)
+    judged = _Judged(rows, counts, processed, check, judgements, [*judgements.arrays, *check.arrays])
     for i, row in enumerate(rows):
         if (num_top := row.opened.settings.logprobs) and len(processed) == len(rows) and not row.drafted:
             own = slice(i, i + 1)
-            judged.likelihoods[row] = LazyLikelihoods.of(processed[own], judgements.tokens[own], num_top)
+            judged.likelihoods[row] = lazy = LazyLikelihoods.of(processed[own], judgements.tokens[own], num_top)
+            judged.arrays.extend(lazy.arrays())
     return judged
 
 

@@ -215,9 +215,6 @@ class TargetActor(ModelActor[TargetSession]):
     def _make_ready(self, session: TargetSession) -> None:
         now_s = self.worker.clock()
         session.awaits_proposal_since_s, session.was_hurried = None, False
-        assert session.sequence is not None
-        if (features := session.sequence.features) is not None:
-            features.want(session.state.phase is not SessionPhase.UNDRAFTED)
         if session.ended_s is not None:
             session.turnaround_s.observe(now_s - session.ended_s)
             session.ended_s = None
@@ -261,7 +258,7 @@ class TargetActor(ModelActor[TargetSession]):
             [session.expected(can_hurry=self.drafter.can_hurry(session)) for session in self._waiting],
             self.prices,
             now_s,
-            has_prompts=bool(self._reading.wanted),
+            has_prompts=bool(self._reading.prompts and self._reading.wanted),
             most_shared=self.max_batch,
             max_batch=self._pass_limit.most,
             idle_since_s=self._idle_since_s,
@@ -427,7 +424,7 @@ class TargetActor(ModelActor[TargetSession]):
         """Apply the results of a pass. The next one may be running already."""
         sessions, num_texts = running.sessions, len(self._texts)
         running.num_left -= 1
-        num_computed = num_computed_by(sessions, self._texts.values())
+        num_computed = num_computed_by(sessions, self._texts.values()) if num_texts > 1 else 1
         if running.reads_prompt:
             self.chunk_size.observe(job.num_tokens, job.seconds)
         elif running.is_plain:
@@ -508,7 +505,8 @@ class TargetActor(ModelActor[TargetSession]):
         commit = state.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
-        session.follow_reasoning()
+        if (limit := session.shared.reasoning_limit) is not None:
+            limit.follow(state.committed)
         if is_drafted:
             self.drafter.send_verdict(session, verdict, commit)
             # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.

@@ -108,18 +108,13 @@ class TargetSession(ActorSession):
         """Tokens that are forced next, to close the reasoning."""
         return max(0, self.shared.logits_pipeline.forced_until - self.state.next_position)
 
-    def follow_reasoning(self) -> None:
-        """Have the limit of the reasoning follow the committed text."""
-        if self.shared.reasoning_limit is not None:
-            self.shared.reasoning_limit.follow(self.state.committed)
-
     def _close_reasoning(self) -> None:
         """Force the tokens that close the reasoning, if it is due; otherwise plan no pass that goes beyond its end."""
         limit, pipeline, position = self.shared.reasoning_limit, self.shared.logits_pipeline, self.state.next_position
         if limit is None:
             return
         assert self.row is not None
-        self.follow_reasoning()
+        limit.follow(self.state.committed)
         if self._num_closing == 0:
             # The next token of a row that is ahead may be chosen already.
             is_due = limit.num_left == 0 and not self.row.is_ahead
@@ -167,6 +162,8 @@ class TargetSession(ActorSession):
         row, committed, proposal = self.row, self.state.committed, self.state.outstanding
         row.plan = self.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
         row.proposal, row.alone = proposal, self.goes_alone
+        if (features := self.sequence.features) is not None:
+            features.want(self.state.phase is not SessionPhase.UNDRAFTED)
         self._close_reasoning()
         row.history = row.logits_pipeline.history(committed, row.proposed, num_rows=1 + len(row.proposed))
         num_pending = max(0, len(row.plan.feed) - 1)

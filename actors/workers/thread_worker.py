@@ -250,18 +250,19 @@ class ThreadWorker:
         if queued not in self._unfinished:
             return  # given up
         steps = queued.steps
-        job.began, job.ended = began, ended
-        self.busy_seconds += job.seconds
+        job.began, job.ended, seconds = began, ended, ended - began
+        self.busy_seconds += seconds
         if job.kind != "load":
-            self._longest_job_s = max(self._longest_job_s, job.seconds)
+            self._longest_job_s = max(self._longest_job_s, seconds)
         if job.num_tokens > 0:
-            self._longest_token_s = max(self._longest_token_s, job.seconds / job.num_tokens)
+            self._longest_token_s = max(self._longest_token_s, seconds / job.num_tokens)
         if self._on_event is not None:
             round = job.round if steps is None else steps.round
             span = Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round, job.shares)
             self._on_event(span)
-        result = as_job_error(job, result)
-        if steps is not None and isinstance(result, outcome.Value):
+        if isinstance(result, outcome.Error):
+            result = as_job_error(job, result)
+        elif steps is not None:
             result = steps.hand_over(job, result.value, goes_on)
         if not goes_on:
             self._unfinished.discard(queued)

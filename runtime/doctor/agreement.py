@@ -72,7 +72,7 @@ def agreement(
 def _named_of(drafter: TrainedDrafter, target: MLXModel, text: tuple[int, ...]) -> int:
     read = target.open_sequence(beside_another=False)
     read.feed(text, 0)
-    features = read.features.take(len(text) - 2)
+    features = read.recorded.take(len(text) - 2)
     read.close()
     assert features is not None
     sequence = drafter.open_sequence(beside_another=False)

@@ -188,7 +188,7 @@ def not_a_number(_: Subject) -> Iterable[str]:
                 row = mx.zeros((3, width), dtype)
                 row[1, width // 2] = value
                 check = LogitCheck.of(row, row)
-                mx.eval(*check.arrays())
+                mx.eval(*check.arrays)
                 if check.num_sound() != 1:
                     yield f"{value} goes unnoticed in {str(dtype).removeprefix('mlx.core.')}, {width} wide"
 

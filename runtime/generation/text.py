@@ -327,6 +327,7 @@ class GrowingText:
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         stops = opened.settings.stop
+        self._has_stops = bool(stops)
         self._matcher: StopMatcher | ContentStops = StopMatcher(stops)
         if stops and reader is not None and reader.marks:
             self._matcher = ContentStops(stops, reader)
@@ -354,7 +355,7 @@ class GrowingText:
         if is_last:
             rest = self._detokenizer.cut() if is_cut else self._detokenizer.finish()
         self.readable = piece + rest
-        given = self._matcher.add(piece, ahead)
+        given = self._matcher.add(piece, ahead) if self._has_stops else piece
         return given + self._matcher.finish(rest) if is_last else given
 
 
