@@ -214,7 +214,7 @@ def _by_match(
     if chosen is None:
         decisions = [decision for each in proposed for decision in each.decisions] if temperature > 0 else []
         chosen = choices_together(logits, "match", temperature, decisions)
-    if not any([each.drafted for each in proposed]):
+    if not any(each.drafted for each in proposed):
         return _undrafted(chosen)
     choice_of_rows = chosen
 

@@ -27,7 +27,8 @@ from actors.model import Feed, ReusableSequence
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
-from protocol.rank_messages import Operation, OperationResult, Operations, TextLedger
+from protocol.rank_messages import Operation, OperationResult, Operations
+from protocol.text_ledger import TextLedger
 
 
 class Announcer:

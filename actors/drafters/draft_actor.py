@@ -11,17 +11,9 @@ import outcome
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
-from actors.drafters.draft_steps import (
-    Drafted,
-    DraftInput,
-    DraftPart,
-    DraftSteps,
-    PartResult,
-    PartResults,
-    SharedSteps,
-    num_rows,
-)
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
+from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk
 from actors.session import Session
@@ -34,9 +26,9 @@ from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy
 from protocol.lookahead_tree import Node
 from protocol.messages import Close, Due, Message, Overdue, PromptFeatures, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
-from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
 MAX_ROWS = 32  # most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.

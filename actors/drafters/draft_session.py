@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from actors.drafters.draft_steps import DraftPart
 from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
+from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from protocol.auto_policy import AutoPolicy

@@ -171,7 +171,7 @@ class MLXSequence(RowText, StatefulSequence):
 
     def check_caches(self, length: int) -> None:
         # This runs after every pass, so caches that count their tokens are looked at first, without their kinds.
-        if self.batch is not None or not all([getattr(layer, "offset", None) == length for layer in self.cache]):
+        if self.batch is not None or {getattr(layer, "offset", None) for layer in self.cache} != {length}:
             super().check_caches(length)
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:

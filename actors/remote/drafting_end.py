@@ -25,9 +25,9 @@ from protocol.drafter_wire import (
 )
 from protocol.errors import OutriderError, ProtocolError
 from protocol.messages import Close, Due, Message, Open, Overdue, PromptFeatures, Proposal, Rested, Verdict, Withdraw
-from protocol.pass_plan import TargetQueue
 from protocol.prices import OF_DRAFTER, Measurement, Prices
 from protocol.session_state import Commit
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
 MAX_NEWS = 1000  # most events, measurements and warnings that wait for the next news, which is sent with each message

@@ -270,7 +270,7 @@ class Passes:
         for row, feed in feeds.items():
             kept, row.kept_logits = row.kept_logits, None
             logits.append(next(fresh) if feed is not None or kept is None else kept)
-        if any([row.logits_pipeline.runs_user_code for row in rows]):
+        if any(row.logits_pipeline.runs_user_code for row in rows):
             # So that user code is not blamed for a pass that fails.
             mx.eval(logits)
         counts = [each.shape[0] for each in logits]
@@ -283,7 +283,7 @@ class Passes:
             tokens = mx.concatenate([each.judgements.tokens for each in judged])[mx.array([order[row] for row in rows])]
         tokens = tokens.astype(mx.uint32)
         logits = self._model.feed_ahead([row.sequence for row in rows], tokens)
-        if any([row.logits_pipeline.runs_user_code for row in rows]):
+        if any(row.logits_pipeline.runs_user_code for row in rows):
             mx.async_eval(logits)
             self._ahead = _PassAhead(rows, logits, None)
             return

@@ -24,9 +24,10 @@ from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Due, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
-from protocol.pass_plan import PassLimit, ReadyRound, TargetQueue, TargetView, Turn, next_pass
+from protocol.pass_plan import PassLimit, ReadyRound, TargetView, Turn, next_pass
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Share
 
 BriefJob = Callable[[TargetSession], Awaitable[None]]

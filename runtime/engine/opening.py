@@ -44,11 +44,11 @@ from protocol.errors import (
     WrongEventLoopError,
 )
 from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions, WorkAhead
-from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
 from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, NGRAM, SettingsLike, keywords_of
 from protocol.settings_keywords import SettingsArguments
+from protocol.target_queue import TargetQueue
 from protocol.trace import Actor, Event
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
 from runtime.engine.events import Events

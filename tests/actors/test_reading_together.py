@@ -22,8 +22,8 @@ from actors.mlx.shared_passes import RowBatch
 from actors.model import Feed
 from actors.workers.worker import Job
 from protocol.errors import RuntimeClosedError, StreamFailedError
-from protocol.pass_plan import TargetQueue
 from protocol.prefill_chunks import MAX_PASS_S, PrefillChunkSize
+from protocol.target_queue import TargetQueue
 from protocol.trace import Span
 
 NUM_TOKENS = 8

@@ -10,8 +10,8 @@ from trees import chain_of, view_of
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.lookahead_policy import EMPTY_BUDGET, PolicyView
-from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
+from protocol.target_queue import TargetQueue
 
 # --- estimated times ------------------------------------------------------------------------------
 

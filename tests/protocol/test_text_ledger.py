@@ -6,7 +6,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.rank_messages import TextLedger
+from protocol.text_ledger import TextLedger
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=12)
 

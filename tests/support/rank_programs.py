@@ -32,7 +32,7 @@ import runtime.doctor.report
 import runtime.ranks.leading
 import runtime.terminal.display
 from actors.mlx.sequence import MLXSequence
-from protocol.rank_messages import TextLedger
+from protocol.text_ledger import TextLedger
 from runtime.cli.main import main as outrider
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
