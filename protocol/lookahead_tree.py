@@ -144,7 +144,7 @@ class LookaheadTree:
         node: Node | None = old
         for token in tokens:
             node = node.children.get(token) if node else None
-            trail = further(trail, token)
+            trail = further(trail, token) if node is None else node.trail
         if node is None:
             self.root = Node(tokens[-1], old.position + len(tokens), trail, None)
         else:

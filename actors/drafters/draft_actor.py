@@ -328,8 +328,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _step_ends_s(self, num_rows: int) -> tuple[float, float]:
         """When a step that begins now should end: if the target waits, and if it works beside it."""
         now_s = self.worker.clock()
-        alone_s, beside_target_s = (self.prices.draft_s(num_rows, beside_target=beside) for beside in (False, True))
-        return now_s + alone_s, now_s + beside_target_s
+        alone_s = self.prices.draft_s(num_rows, beside_target=False)
+        return now_s + alone_s, now_s + self.prices.draft_s(num_rows, beside_target=True)
 
     def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
         self._price(job, results)
@@ -407,8 +407,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._give_up(sessions[0], error)
 
     def _end_if_nobody_goes_on(self) -> None:
-        parts = (each.part for each in self._running)
-        if self._under_way is not None and all(part is None or part.is_interrupted for part in parts):
+        going_on = [each for each in self._running if each.part is not None and not each.part.is_interrupted]
+        if self._under_way is not None and not going_on:
             self._under_way.interrupt()
 
     # --- turns and messages -----------------------------------------------------------------------

@@ -162,7 +162,8 @@ class MLXSequence(RowText, StatefulSequence):
             else:
                 self._rewind_to_checkpoint(length)
             self._drop_checkpoints_ahead()
-            self.recorded.rewind(self.length)
+            if self.recorded.rows.pieces:
+                self.recorded.rewind(self.length)
         self.check_caches(self._length)
         return self._length
 

@@ -29,7 +29,7 @@ class RecordedFeatures:
     def __init__(self, slot: RecorderSlot) -> None:
         self.slot = slot
         self._is_wanted = True
-        self._rows = PositionedRows()
+        self.rows = PositionedRows()
 
     @property
     def recorder(self) -> FeatureRecorder | None:
@@ -47,12 +47,12 @@ class RecordedFeatures:
 
     def clear(self) -> None:
         """Drop all."""
-        self._rows.clear()
+        self.rows.clear()
 
     def add(self, begin: int, features: mx.array | None) -> None:
         """Add the features of positions from `begin` on, (n, width), lazy; see `PositionedRows.add`."""
         if features is not None and self._is_wanted:
-            self._rows.add(begin, features)
+            self.rows.add(begin, features)
 
     @contextmanager
     def of_pass(self, begin: int, num_tokens: int) -> Iterator[None]:
@@ -64,19 +64,19 @@ class RecordedFeatures:
             self.add(begin, recorder.take((1, num_tokens))[0])
 
     def rewind(self, length: int) -> None:
-        self._rows.drop_from(length)
+        self.rows.drop_from(length)
 
     def arrays(self) -> list[mx.array]:
-        return self._rows.pieces
+        return self.rows.pieces
 
     def take(self, end: int) -> Features | None:
-        begin, end = self._rows.begin, min(end, self._rows.end)
+        begin, end = self.rows.begin, min(end, self.rows.end)
         if end <= begin:
             return None
         # A copy: a slice would keep the buffers of a whole pass.
-        taken = Features(begin, mx.contiguous(self._rows.between(begin, end)))
+        taken = Features(begin, mx.contiguous(self.rows.between(begin, end)))
         mx.eval(taken.values)
-        self._rows.drop_before(end)
+        self.rows.drop_before(end)
         return taken
 
 

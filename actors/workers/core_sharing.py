@@ -24,7 +24,7 @@ class CoreSharing:
         self._lock = threading.Lock()
         self._set_threads: Callable[[int], None] | None = None
         self._num_cores = self._num_threads = 1
-        self._num_computing = 0
+        self.num_computing = 0  # how many models compute now
         # How many models computed at once when it was last more than one, and until when.
         self._num_shared, self._shared_until = 1, -float("inf")
 
@@ -32,11 +32,6 @@ class CoreSharing:
     def hold_s(self) -> float:
         """Seconds after which a model that computes alone is given all cores; 0 if the number of threads stays."""
         return 0.0 if self._set_threads is None or self._num_cores < 2 else ALONE_AFTER_S
-
-    @property
-    def num_computing(self) -> int:
-        """How many models compute now."""
-        return self._num_computing
 
     def control(self, set_threads: Callable[[int], None], num_cores: int) -> None:
         """Control the number of threads of the process: `set_threads` sets it, on any thread, one call at a time."""
@@ -48,15 +43,15 @@ class CoreSharing:
     def computing(self) -> Iterator[None]:
         """While the calling thread computes with a model."""
         with self._lock:
-            self._num_computing += 1
+            self.num_computing += 1
             self._update()
         try:
             yield
         finally:
             with self._lock:
-                if self._num_computing > 1:
+                if self.num_computing > 1:
                     self._shared_until = self._clock()
-                self._num_computing -= 1
+                self.num_computing -= 1
 
     def update(self) -> None:
         """Give a model all cores that has been alone for a while; to be called in the middle of long jobs."""
@@ -67,8 +62,8 @@ class CoreSharing:
     def _update(self) -> None:
         if self._set_threads is None:
             return
-        if self._num_computing > 1:
-            self._num_shared = self._num_computing
+        if self.num_computing > 1:
+            self._num_shared = self.num_computing
         elif self._clock() - self._shared_until > ALONE_AFTER_S:
             self._num_shared = 1
         num_threads = max(1, self._num_cores // self._num_shared)

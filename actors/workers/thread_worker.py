@@ -54,6 +54,8 @@ class ThreadWorker:
     Leaving it, even if cancelled or interrupted, waits for the running job and gives the thread back to the pool.
     """
 
+    clock = staticmethod(time.perf_counter)
+
     def __init__(
         self,
         actor: Actor,
@@ -110,10 +112,6 @@ class ThreadWorker:
     @property
     def is_alive(self) -> bool:
         return not self._stopped.is_set()
-
-    def clock(self) -> float:
-        """Seconds since an arbitrary moment."""
-        return time.perf_counter()
 
     async def run(self, job: Job[T]) -> T:
         result: T = await self._enqueue(_QueuedJob(job, trio.lowlevel.current_task()))
