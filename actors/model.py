@@ -88,7 +88,7 @@ class CachedSequence(ABC):
 
     @property
     def features(self) -> TextFeatures | None:
-        """The features that are recorded of the text."""
+        """The features that are recorded of the text; None also while nobody reads any."""
         return None
 
     @property
@@ -114,10 +114,6 @@ class CachedSequence(ABC):
 
 class TextFeatures(Protocol):
     """The features of one text's last tokens, until they are taken: hidden states that a trained drafter reads."""
-
-    @property
-    def are_recorded(self) -> bool:
-        """Whether the next pass records some."""
 
     def want(self, wanted: bool) -> None:
         """Say, while no pass runs, whether features are wanted, as is assumed; if not, those here are dropped."""

@@ -62,7 +62,6 @@ class MLXSequence(RowText, StatefulSequence):
 
     @property
     def features(self) -> RecordedFeatures | None:
-        """None while nobody reads features of the model."""
         return None if self.recorded.slot.recorder is None else self.recorded
 
     # --- as a row of a batch ---------------------------------------------------------------------
@@ -89,7 +88,7 @@ class MLXSequence(RowText, StatefulSequence):
         """Also leaves its batch, without telling it: that batch must be given up."""
         self.cache = self._options.make_cache(self._model)
         self.batch, self._length, self._quantized_at = None, 0, None
-        self.recorded.clear()
+        self.recorded.rows.clear()
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
@@ -152,7 +151,7 @@ class MLXSequence(RowText, StatefulSequence):
     def rewind(self, length: int) -> int:
         if self.batch is not None:
             self._length = self.batch.rewind(self, length)
-            self.recorded.rewind(self.length)
+            self.recorded.rows.drop_from(self.length)
             return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
@@ -163,7 +162,7 @@ class MLXSequence(RowText, StatefulSequence):
                 self._rewind_to_checkpoint(length)
             self._drop_checkpoints_ahead()
             if self.recorded.rows.pieces:
-                self.recorded.rewind(self.length)
+                self.recorded.rows.drop_from(self.length)
         self.check_caches(self._length)
         return self._length
 
@@ -355,7 +354,7 @@ class MLXSequence(RowText, StatefulSequence):
                 self._length = length
         self._checkpoints.clear()
         self._drop_checkpoints_ahead()
-        self.recorded.rewind(length)
+        self.recorded.rows.drop_from(length)
         self.check_caches(length)
         if self.needs_prefix_checkpoints:
             self.add_prefix_checkpoint()  # a third text may part here, too

@@ -167,7 +167,7 @@ class _Judged:
             lazy, tokens = self.likelihoods.get(row), row.drafted[:num_accepted] + (() if token is None else (token,))
             found.likelihoods = likelihoods(self.processed[rows], tokens, num_top) if lazy is None else lazy.read()
         # Before the rewind: a rewind to a checkpoint also drops accepted tokens, which the next pass replays.
-        if (features := row.sequence.features) is not None and features.are_recorded:
+        if (features := row.sequence.features) is not None:
             found.features = features.take(length)
         if goes_ahead and token is not None:
             found.fed, length = FeedPlan(row.plan.keep, (*row.plan.feed, token)), length + 1

@@ -29,25 +29,17 @@ class RecordedFeatures:
     def __init__(self, slot: RecorderSlot) -> None:
         self.slot = slot
         self._is_wanted = True
-        self.rows = PositionedRows()
+        self.rows = PositionedRows()  # of the text's last tokens, until they are taken
 
     @property
     def recorder(self) -> FeatureRecorder | None:
         """Of the next pass; None if nobody reads its features."""
         return self.slot.recorder if self._is_wanted else None
 
-    @property
-    def are_recorded(self) -> bool:
-        return self.recorder is not None
-
     def want(self, wanted: bool) -> None:
         self._is_wanted = wanted
         if not wanted:
-            self.clear()
-
-    def clear(self) -> None:
-        """Drop all."""
-        self.rows.clear()
+            self.rows.clear()
 
     def add(self, begin: int, features: mx.array | None) -> None:
         """Add the features of positions from `begin` on, (n, width), lazy; see `PositionedRows.add`."""
@@ -62,9 +54,6 @@ class RecordedFeatures:
             yield
         if recorder is not None:
             self.add(begin, recorder.take((1, num_tokens))[0])
-
-    def rewind(self, length: int) -> None:
-        self.rows.drop_from(length)
 
     def arrays(self) -> list[mx.array]:
         return self.rows.pieces

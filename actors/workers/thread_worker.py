@@ -258,7 +258,7 @@ class ThreadWorker:
             round = job.round if steps is None else steps.round
             span = Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round, job.shares)
             self._on_event(span)
-        if isinstance(result, outcome.Error):
+        if not isinstance(result, outcome.Value):
             result = as_job_error(job, result)
         elif steps is not None:
             result = steps.hand_over(job, result.value, goes_on)

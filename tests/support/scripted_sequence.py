@@ -93,7 +93,6 @@ class ScriptedSequence(ReusableSequence):
 class EmptyFeatures:
     """See `TextFeatures`."""
 
-    are_recorded = True
     num_taken = 0
 
     def want(self, wanted: bool) -> None:
