@@ -189,7 +189,8 @@ class LogitCheck:
     @classmethod
     def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
         """The check of the model's rows (n, V), and of the processed rows, which may be the same object."""
-        return cls([mx.max(rows, axis=-1) for rows in ([logits] if processed is logits else [logits, processed])])
+        own = mx.max(logits, axis=-1)
+        return cls([own] if processed is logits else [own, mx.max(processed, axis=-1)])
 
     def are_sound(self) -> list[bool]:
         """Whether a token can be chosen from each row."""
