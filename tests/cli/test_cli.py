@@ -567,10 +567,7 @@ async def test_a_reader_that_leaves_ends_it_quietly(endless):
 
 
 @pytest.mark.slow
-@sweep(
-    ("arguments", "is_buffered"),
-    [(["doctor"], True), (["--version"], False), (["--help"], True)],
-)
+@sweep(("arguments", "is_buffered"), [(["doctor"], True), (["--version"], False), (["--help"], True)])
 async def test_no_command_complains_of_a_reader_that_has_left(arguments, is_buffered, endless, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     if not is_buffered:

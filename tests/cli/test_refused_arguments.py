@@ -52,9 +52,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--stalled-seconds 0", "--stalled-seconds must be a finite number above 0, got 0"),
         ("--max-body-bytes 0", "--max-body-bytes must be a whole number of at least 1, got 0"),
     ],
-    "bench --target /no/such/model": [
-        ("", "needs a draft model; give --draft"),
-    ],
+    "bench --target /no/such/model": [("", "needs a draft model; give --draft")],
     "bench --target /no/such/model --draft ngram": [
         ("--draft none", "--draft none is for plain decoding, and does not go with another drafter"),
         ("--max-tokens 15", "--max-tokens must be a whole number of at least 16, got 15"),

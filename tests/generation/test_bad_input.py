@@ -59,10 +59,7 @@ BAD_PROMPTS = [
     ({"role": "user", "content": "hello"}, "text, token ids or chat messages, got dict"),
     ("text", "opened without a tokenizer, so a prompt must be token ids, not text"),
     ("", "opened without a tokenizer, so a prompt must be token ids, not text"),
-    (
-        [{"role": "user", "content": "hello"}],
-        "opened without a tokenizer, so a prompt must be token ids, not messages",
-    ),
+    ([{"role": "user", "content": "hello"}], "opened without a tokenizer, so a prompt must be token ids, not messages"),
     (prompt_of(512), "prompt is too long: 512 tokens > 511 maximum; this model's maximum context length is 512 tokens"),
     (prompt_of(700), "700 tokens > 511 maximum"),
 ]

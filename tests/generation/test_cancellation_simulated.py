@@ -27,15 +27,7 @@ from scripted import (
     truthful,
 )
 from sweeps import sweep
-from ways_to_cancel import (
-    Begin,
-    Way,
-    by_aclose,
-    by_dropping_unread,
-    by_leaving,
-    by_scope,
-    by_scope_around_what_is_kept,
-)
+from ways_to_cancel import Begin, Way, by_aclose, by_dropping_unread, by_leaving, by_scope, by_scope_around_what_is_kept
 
 from protocol.errors import RuntimeClosedError
 from protocol.trace import Event

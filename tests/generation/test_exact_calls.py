@@ -327,11 +327,7 @@ def test_a_call_is_all_that_was_written_or_text(format: str, text: str, calls: l
 
 @sweep(
     ("arguments", "is_call"),
-    [
-        ('{"n": 1, "command": "\\u00e9"}', True),
-        ('{"n": "1"}', False),
-        ('{"n": 1, "size": 2}', False),
-    ],
+    [('{"n": 1, "command": "\\u00e9"}', True), ('{"n": "1"}', False), ('{"n": 1, "size": 2}', False)],
 )
 def test_without_a_marker_the_arguments_of_a_strict_tool_follow_its_schema(arguments: str, is_call: bool) -> None:
     strict = {"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}

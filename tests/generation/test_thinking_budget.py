@@ -141,13 +141,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 async def test_the_tag_is_forced_whatever_the_settings_are(lookahead: int, settings: str, autojump_clock: Any) -> None:
     script = writing(False, None)
     async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
-        asked = {
-            "lookahead": lookahead,
-            "thinking_budget": 5,
-            "max_tokens": 16,
-            "logprobs": 2,
-            **SETTINGS[settings],
-        }
+        asked = {"lookahead": lookahead, "thinking_budget": 5, "max_tokens": 16, "logprobs": 2, **SETTINGS[settings]}
         tokens = (await simulation.runtime.generate(BEGUN, **asked)).tokens
     assert ids(tokens)[5:9] == CLOSING
     assert [token.logprob for token in tokens[5:9]] == [0.0] * 4

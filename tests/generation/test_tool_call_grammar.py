@@ -291,10 +291,7 @@ REFERENCE: dict[str, Any] = {"$ref": "#/$defs/A"}
         ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [{**A, **CLOSED}, {"type": "null"}]}),
         ({"allOf": [A]}, {"allOf": [{**A, **CLOSED}]}),
         ({**REFERENCE, "$defs": {"A": A}}, {**REFERENCE, "$defs": {"A": {**A, **CLOSED}}}),
-        (
-            {"type": "object", "additionalProperties": A},
-            {"type": "object", "additionalProperties": {**A, **CLOSED}},
-        ),
+        ({"type": "object", "additionalProperties": A}, {"type": "object", "additionalProperties": {**A, **CLOSED}}),
     ],
 )
 def test_an_object_with_listed_properties_has_no_others(schema: Any, expected: Any) -> None:

@@ -155,8 +155,7 @@ async def test_reasoning_of_a_history_is_known_by_its_other_name_and_as_a_part(s
 
 @on_server(limits=SHORT)
 @sweep(
-    ("given", "arguments"),
-    [('{"a": "some', '{"a": "some'), ("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], [1])],
+    ("given", "arguments"), [('{"a": "some', '{"a": "some'), ("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], [1])]
 )
 async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, given: Any, arguments: Any) -> None:
     call = {"type": "tool_use", "id": "t", "name": "shot", "input": given}

@@ -143,10 +143,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         (["--draft", "none", "--kv-bits", "8"], "leave out --draft"),
         (["--quantize", "4"], "leave out adapters, quantisation and the like"),
         (["--model-name", "x"], "leave out --model-name"),
-        (
-            ["--memory-limit", "much"],
-            "--memory-limit must be a whole number of at least 1, or \"auto\", got 'much'",
-        ),
+        (["--memory-limit", "much"], "--memory-limit must be a whole number of at least 1, or \"auto\", got 'much'"),
         (["--memory-limit", "0GB"], "--memory-limit must be a whole number of at least 1"),
         ([], "[models.x], kv_bits: kv_bits must be"),
     ],

@@ -191,10 +191,7 @@ def test_null_is_as_if_a_field_was_not_sent(name: str, other: str, value: Any) -
 async def test_a_prediction_is_drafted_from(server: Served) -> None:
     plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
     seen = watched_streams(server)
-    for content in (
-        plain.text,
-        [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}],
-    ):
+    for content in (plain.text, [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}]):
         predicted = {**HELLO, "max_tokens": 40, "prediction": {"type": "content", "content": content}}
         answer = await server.ask(CHAT, predicted)
         assert (answer.text, answer.headers.get(HEADER)) == (plain.text, None)

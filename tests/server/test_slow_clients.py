@@ -74,13 +74,7 @@ class Reader:
 async def read_by(app: Any, body: Any, *, rate: float) -> Reader:
     """What becomes of a request whose client reads at a rate."""
     reader = Reader(request("POST", "/v1/completions", body, headers={"Connection": "close"}), rate)
-    connection = Connection(
-        app,
-        reader,
-        trio.Event(),
-        stalled_s=STALLED_S,
-        idle_s=math.inf,
-    )
+    connection = Connection(app, reader, trio.Event(), stalled_s=STALLED_S, idle_s=math.inf)
     await connection.run()
     return reader
 
