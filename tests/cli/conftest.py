@@ -1,7 +1,5 @@
 """Models on disk, and served commands, that several test modules of the commands use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """`outrider bench --trace-acceptance`: what a drafter would propose at each position of a text."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise, takewhile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`outrider batch`: every prompt has one line in the file of answers, however often the command was ended before."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 No speed is asserted: speeds of tiny models mean nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The benchmark of many streams: order of the runs, and how figures are computed. No speed is asserted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What `outrider bench` measures models of its own for: shapes of real ones, and its overhead. No speed is asserted."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command `chat`: input, answers, and what ends an answer or the command."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

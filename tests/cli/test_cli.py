@@ -1,7 +1,5 @@
 """The command line: output, streams, and exit statuses."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import io

@@ -1,7 +1,5 @@
 """Ctrl-C on the command line: from the first import on it ends quietly, and says what it waits for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Model options of the commands: caches, devices, chat templates, and error messages in terms of flags."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

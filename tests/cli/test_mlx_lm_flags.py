@@ -1,7 +1,5 @@
 """Flags of mlx-lm's commands: `outrider generate` prints the text that `mlx_lm.generate` prints."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """What the commands refuse before they load a model, and what they say then."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

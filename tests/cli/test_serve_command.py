@@ -1,7 +1,5 @@
 """The command `serve` as a process with the demo pair: official clients, signals, and addresses."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

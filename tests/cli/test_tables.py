@@ -1,7 +1,5 @@
 """Tables, answers and messages fit a terminal of any width, and nothing is cut."""
 
-from __future__ import annotations
-
 import io
 import pty
 import sys

@@ -1,7 +1,5 @@
 """Bad input: the documented error, with the value, the bound and the remedy, before any model work."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

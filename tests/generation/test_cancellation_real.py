@@ -3,8 +3,6 @@
 The trace, called in trio's thread at each event, and a model that blocks in a forward pass determine the moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial

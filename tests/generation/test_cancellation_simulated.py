@@ -5,8 +5,6 @@ The consumer must be back at the same instant, no job of the session may begin, 
 exit, `simulated` finds any task or sequence that is left over.
 """
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from typing import Any

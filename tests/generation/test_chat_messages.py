@@ -1,7 +1,5 @@
 """Chat messages are checked before any model work; errors name the message, the fault and the remedy."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """How templates begin answers, how an answer continues a message, and the names of switches for reasoning."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

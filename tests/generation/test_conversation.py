@@ -1,7 +1,5 @@
 """Conversations: the prompt of each turn, the messages that are kept, and the ends of turns."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 It is measured in a process of its own, since what other tests have left of theirs comes and goes.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Calls are read exactly as they were written, in every format, or they are text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Structured output: the tokens that a grammar allows, its rewind, and generated texts."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """The end of a runtime: streams that are begun while it is cancelled, and closing it by its own method."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Many prompts at a time: each text is the same as alone, none is begun in vain, and none is left over."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import AsyncIterator, Sequence

@@ -4,8 +4,6 @@ gpt-oss' channels, also in streams, conversations with tools and required calls:
 Kimi K3's markers: vllm-project/vllm #51412.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from types import SimpleNamespace

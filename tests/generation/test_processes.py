@@ -5,8 +5,6 @@ Parent and child synchronise by lines: the child prints where it is, and a forwa
 for a line from the parent.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

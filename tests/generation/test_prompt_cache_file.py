@@ -1,7 +1,5 @@
 """Prompt cache files of mlx-lm: a text continues from one as mlx-lm continues it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import struct

@@ -1,7 +1,5 @@
 """Scores: the log-probabilities of continuations, under every kind of cache, and however they begin and end."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

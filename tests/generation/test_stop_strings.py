@@ -3,8 +3,6 @@
 `cut` is that definition in plain code. The matcher, the text of a stream and whole generations are compared with it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

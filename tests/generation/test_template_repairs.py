@@ -1,7 +1,5 @@
 """Chats that a template refuses, or texts of which it leaves out, are repaired; all others are rendered as they are."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Text arrives in pieces that add up to the tokenizer's decoding of the whole."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

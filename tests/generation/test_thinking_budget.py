@@ -4,8 +4,6 @@ Each text is compared with a reference that decodes the script token by token: w
 the passes, the tag stands at the same position.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

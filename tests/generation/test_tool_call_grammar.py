@@ -1,7 +1,5 @@
 """A grammar holds a model to its tools, in every format of mlx-lm's: what it lets through is a call as asked for."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """Tool calls are told apart from text, in every format of mlx-lm's, however long and cut; nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Tools in Python: calls are told apart, a grammar holds the model to them, and conversations call the functions."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

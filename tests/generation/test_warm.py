@@ -1,7 +1,5 @@
 """What is read ahead: by `Runtime.warm`, and while no stream is at work, what the next turn of a chat begins with."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Browsers at the page of a scripted server."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What coding agents send: parts and tools of any type, headers in prompts, compressed bodies, halves of characters."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -1,7 +1,5 @@
 """An API of one's own is a package: a translation, a serializer and operations; here in Ollama's form, line by line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Tool calls in each API: an answer in pieces of every size, as events and as a whole."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace

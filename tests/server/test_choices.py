@@ -1,7 +1,5 @@
 """Several answers to a request, prompts that are repeated with their log-probabilities, and texts filled in."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an answer must be, in the fields of OpenAI's, vLLM's and llama.cpp's clients: from the request to the text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A last message of the assistant's, which the answer continues, in every API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from asgi import CHAT, COUNT_TOKENS, MESSAGES, RESPONSES, Letters, Served, looping, on_server

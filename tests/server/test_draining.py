@@ -1,7 +1,5 @@
 """A server that is about to stop: what it says of itself, what it ends and what it refuses."""
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 from typing import Any
 

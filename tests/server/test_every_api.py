@@ -1,7 +1,5 @@
 """What holds in each API of conversations: answers, usage, ends, errors and settings."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

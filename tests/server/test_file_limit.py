@@ -1,7 +1,5 @@
 """The limit of open files, and how many connections it allows."""
 
-from __future__ import annotations
-
 import resource
 from typing import Any
 

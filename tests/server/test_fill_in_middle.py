@@ -3,8 +3,6 @@
 Their vocabularies are small. What counts is how texts and markers are told apart, and where spaces are added.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The file of a server's models: what it may have, and errors that name file, table and key."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A server of several models: loaded for the first request, waited for, cancelled, unloaded; in simulated time."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

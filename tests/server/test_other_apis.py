@@ -1,7 +1,5 @@
 """What is special of `/v1/messages` and `/v1/responses`, over scripted models in simulated time."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, cast
 

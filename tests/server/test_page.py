@@ -3,8 +3,6 @@
 The server is scripted byte by byte, but for the last two tests, which have the real one and the demo pair.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Requests that are refused before any model works on them: what is wrong is named, with its bound and a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from asgi import BOTH, CHAT, COMPLETIONS, DEF, FIM, HELLO, MESSAGES, MODEL, RESPONSES, Served, on_server

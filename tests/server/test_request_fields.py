@@ -1,7 +1,5 @@
 """Fields that other servers have: what they do here; or they are named as ignored, or refused by a strict server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What a server answers, and to whom: over scripted models in simulated time, and without sockets."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Responses against the server's OpenAPI description, and against the schemas of the clients that read them."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re

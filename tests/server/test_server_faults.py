@@ -1,7 +1,5 @@
 """What a client, a model or the network can do to a server, on real sockets; the models are scripted."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

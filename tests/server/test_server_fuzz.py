@@ -1,7 +1,5 @@
 """The running server against its own description: whatever schemathesis makes of it."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a server records: the access log, the figures of `/metrics`, and the timelines of answers that are watched."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

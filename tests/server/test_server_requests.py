@@ -1,7 +1,5 @@
 """What may be asked of a server, and what is refused: over scripted models in simulated time, and without sockets."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """JSON schemas at the server: what one may take, how clients share that, and the process that tries grammars out."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

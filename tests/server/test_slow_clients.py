@@ -1,7 +1,5 @@
 """Clients that read slowly, or not at all, and the bytes of their connection; in simulated time."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Three real models of which two fit in memory, over HTTP, and clients that come and go: right texts, and no growth."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

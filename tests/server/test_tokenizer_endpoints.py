@@ -1,7 +1,5 @@
 """Tokens of texts, and texts of tokens, in vLLM's form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from asgi import HELLO, Letters, Served, looping, on_server
