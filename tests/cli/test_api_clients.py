@@ -35,7 +35,7 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 # --- /v1/responses --------------------------------------------------------------------------------
 
 
-def test_a_response_is_the_text_of_the_runtime(client: openai.OpenAI, expected: str) -> None:
+def test_a_response_is_the_text_of_the_runtime(client, expected):
     response = client.responses.create(model=MODEL, input=PROMPT, max_output_tokens=24)
     assert response.output_text == expected
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -53,14 +53,14 @@ class Verdict(pydantic.BaseModel):
     order: Literal["rising", "falling"]
 
 
-def test_a_response_keeps_to_a_type(client: openai.OpenAI) -> None:
+def test_a_response_keeps_to_a_type(client):
     asked: Any = {"model": MODEL, "input": PROMPT, "max_output_tokens": 200, "text_format": Verdict}
     assert isinstance(client.responses.parse(**asked).output_parsed, Verdict)
     with client.responses.stream(**asked) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Verdict)
 
 
-def test_errors_of_responses_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
+def test_errors_of_responses_come_as_the_client_knows_them(client, server):
     with pytest.raises(openai.BadRequestError, match="max_output_tokens must be at least -1") as bad:
         client.responses.create(model=MODEL, input="a", max_output_tokens=-2)
     assert bad.value.param == "max_output_tokens"
@@ -79,7 +79,7 @@ SCHEMA: dict[str, Any] = {
 HELD: dict[str, Any] = {"model": CALLER, "temperature": 1.0, "extra_body": {"seed": 7}}
 
 
-def test_a_response_calls_a_function(caller: Server) -> None:
+def test_a_response_calls_a_function(caller):
     function: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
     asked: Any = {
         **HELD,
@@ -108,7 +108,7 @@ def test_a_response_calls_a_function(caller: Server) -> None:
 # --- Anthropic's API ------------------------------------------------------------------------------
 
 
-def test_a_message_is_the_text_of_the_runtime(claude: anthropic.Anthropic, expected: str) -> None:
+def test_a_message_is_the_text_of_the_runtime(claude, expected):
     message = claude.messages.create(model=MODEL, messages=SAID, max_tokens=24)
     assert [block.text for block in message.content] == [expected]
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 24)
@@ -124,7 +124,7 @@ def test_a_message_is_the_text_of_the_runtime(claude: anthropic.Anthropic, expec
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_a_message_calls_a_tool(caller: Server) -> None:
+def test_a_message_calls_a_tool(caller):
     import anthropic
 
     tools: Any = [{"name": "weather", "input_schema": SCHEMA, "strict": True}]
@@ -146,7 +146,7 @@ def test_a_message_calls_a_tool(caller: Server) -> None:
         assert more.usage.output_tokens == 8
 
 
-def test_errors_of_messages_come_as_the_client_knows_them(claude: anthropic.Anthropic, server: Server) -> None:
+def test_errors_of_messages_come_as_the_client_knows_them(claude, server):
     import anthropic
 
     with pytest.raises(anthropic.BadRequestError, match="max_tokens must be at least -1") as bad:
@@ -189,26 +189,26 @@ def num_requests(server: Server, outcome: str) -> int:
     return int(found[1])
 
 
-def test_an_answer_is_streamed(example: ModuleType) -> None:
+def test_an_answer_is_streamed(example):
     pieces = told(example, "stream")
     assert len(pieces) > 1
     assert "".join(pieces)
 
 
-def test_a_tool_is_called_as_its_schema_says(example: ModuleType) -> None:
+def test_a_tool_is_called_as_its_schema_says(example):
     arguments, after = told(example, "call")
     assert arguments["city"] in ("Lisbon", "Oslo")
     assert 1 <= arguments["days"] <= 9
     assert after
 
 
-def test_an_answer_keeps_to_a_type(example: ModuleType) -> None:
+def test_an_answer_keeps_to_a_type(example):
     weather = told(example, "structured")
     assert weather.sky in ("clear", "cloudy", "rainy")
     assert -40 <= weather.degrees <= 50
 
 
-def test_an_answer_that_is_broken_off_is_over(example: ModuleType, caller: Server) -> None:
+def test_an_answer_that_is_broken_off_is_over(example, caller):
     before = num_requests(caller, "cancelled")
     assert told(example, "break_off")
     caller.until_idle()

@@ -93,7 +93,7 @@ OURS = ["outrider plain", "outrider resting", "outrider lookahead 2"]
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_row_for_each_way_and_number_of_streams(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_row_for_each_way_and_number_of_streams(capsys):
     command = ["bench", "--overhead", "--streams", "1,3", "--max-tokens", "16", "--repeats", "1"]
     out, err = ran(capsys, *command)
     assert "the target is" not in err  # it has models of its own
@@ -107,9 +107,7 @@ def test_the_command_prints_a_row_for_each_way_and_number_of_streams(capsys: pyt
     assert all(row["median"] > 0 for row in said["rows"])
 
 
-def test_without_numbers_of_streams_the_command_measures_its_defaults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_numbers_of_streams_the_command_measures_its_defaults(monkeypatch, capsys):
     streams: list[tuple[int, ...]] = []
 
     async def measure(self: Overhead, *_: Any, **__: Any) -> None:

@@ -84,9 +84,7 @@ async def at_a_terminal(*arguments: str, status: int = 0) -> AsyncIterator[Perso
 # --- pipes ----------------------------------------------------------------------------------------
 
 
-def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(
-    endless: str, capfd: Any, monkeypatch: Any
-) -> None:
+def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless, capfd, monkeypatch):
     # Whatever a line ends with; and two slashes say one to the model.
     ended = piped(capfd, monkeypatch, "--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
     said = trio.run(answers, endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
@@ -94,9 +92,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(
     assert len(set(said)) == 5
 
 
-def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(
-    endless: str, capfd: Any, monkeypatch: Any
-) -> None:
+def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless, capfd, monkeypatch):
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
     asked = [*models, "--max-tokens", "12", "--stats"]
     status, out, err = piped(capfd, monkeypatch, *asked, lines="w1 w2\nw3\n")
@@ -108,7 +104,7 @@ def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(
     assert "cached" in second
 
 
-def test_a_reset_forgets_what_was_said(endless: str, capfd: Any, monkeypatch: Any) -> None:
+def test_a_reset_forgets_what_was_said(endless, capfd, monkeypatch):
     lines = "w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n"
     _, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines=lines)
     first, second, again = out.splitlines()
@@ -116,7 +112,7 @@ def test_a_reset_forgets_what_was_said(endless: str, capfd: Any, monkeypatch: An
     assert err == CUT * 2 + "outrider: the conversation is forgotten, and a new one begins\n" + CUT
 
 
-def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, monkeypatch: Any) -> None:
+def test_help_is_for_whoever_types_and_not_for_stdout(endless, capfd, monkeypatch):
     status, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="/help\n")
     assert (status, out) == (0, "")
     assert all(name in err for name in chat_command.COMMANDS)
@@ -133,18 +129,14 @@ def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, 
         ("w1 " * 32, "maximum context length is 32"),
     ],
 )
-def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(
-    line: str, complaint: str, short: str, capfd: Any, monkeypatch: Any
-) -> None:
+def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(line, complaint, short, capfd, monkeypatch):
     status, out, err = piped(capfd, monkeypatch, "--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
     assert (status, out.count("\n")) == (2, 1)
     assert complaint in err.removeprefix(CUT)
     assert err.count("\n") == 2
 
 
-def test_a_cut_answer_is_said_to_be_and_more_continues_it(
-    endless: str, short: str, capfd: Any, monkeypatch: Any
-) -> None:
+def test_a_cut_answer_is_said_to_be_and_more_continues_it(endless, short, capfd, monkeypatch):
     status, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="w1 w2\n/more\n")
     assert (status, out.splitlines(), err) == (0, trio.run(answers, endless, "w1 w2", ""), CUT * 2)
     status, _, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="/more\n")
@@ -156,7 +148,7 @@ def test_a_cut_answer_is_said_to_be_and_more_continues_it(
 # --- at a terminal --------------------------------------------------------------------------------
 
 
-async def test_a_person_is_prompted_answered_told_what_was_wrong_and_left_with_a_whole_line(endless: str) -> None:
+async def test_a_person_is_prompted_answered_told_what_was_wrong_and_left_with_a_whole_line(endless):
     # Lines can be edited, recalled and joined. A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
@@ -191,9 +183,7 @@ async def test_a_person_is_prompted_answered_told_what_was_wrong_and_left_with_a
         (('"""w1', "w2"), []),
     ],
 )
-def test_where_a_text_of_several_lines_begins_and_ends(
-    typed: tuple[str, ...], texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_text_of_several_lines_begins_and_ends(typed, texts, monkeypatch):
     lines, rest = LineReader(), iter(typed)
     lines.is_interactive = True
     monkeypatch.setattr(lines, "_read_line", lambda prompt: next(rest, None))  # without line editing
@@ -201,7 +191,7 @@ def test_where_a_text_of_several_lines_begins_and_ends(
 
 
 @pytest.mark.slow
-async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:
+async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless):
     async with at_a_terminal("--target", endless, "--max-tokens", "none", "--stats") as person:
         await person.types("w1 w2\r")
         await person.sees("w1 w2\r\n")
@@ -223,7 +213,7 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
 
 
 @pytest.mark.slow
-async def test_ctrl_c_drops_the_typed_text_and_then_leaves(endless: str) -> None:
+async def test_ctrl_c_drops_the_typed_text_and_then_leaves(endless):
     async with at_a_terminal("--target", endless, *MAX, status=130) as person:
         await person.types('"""w1\r')
         await person.sees(". ")
@@ -250,7 +240,7 @@ async def test_ctrl_c_drops_the_typed_text_and_then_leaves(endless: str) -> None
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_while_the_chat_is_being_left_ends_the_process(second: int, autojump_clock: Any) -> None:
+async def test_a_signal_while_the_chat_is_being_left_ends_the_process(second, autojump_clock):
     statuses: list[int] = []
     outcome = CommandOutcome()
     signals = ChatSignals(outcome, Display(), statuses.append)
@@ -291,12 +281,12 @@ async def shown(output: Output) -> None:
         await chat_command.Chat(rt, conversation, Typed("What now?"), output, signals, False).take_turns()
 
 
-async def test_a_pipe_gets_what_is_said_and_not_what_is_thought(capfd: Any) -> None:
+async def test_a_pipe_gets_what_is_said_and_not_what_is_thought(capfd):
     await shown(Output())
     assert capfd.readouterr() == ("import os\n", "")
 
 
-async def test_a_terminal_shows_what_is_thought_dimmed(monkeypatch: Any, capfd: Any) -> None:
+async def test_a_terminal_shows_what_is_thought_dimmed(monkeypatch, capfd):
     monkeypatch.delenv("NO_COLOR", raising=False)
     output = Output()
     output.is_terminal = True

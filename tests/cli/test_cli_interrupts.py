@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -25,20 +24,18 @@ ENTRIES = (("-m", "runtime"), ("-c", "from runtime.__main__ import main; main()"
 
 
 @pytest.mark.parametrize(("start", "module"), [(ENTRIES[0], "attrs"), (ENTRIES[1], "argparse"), (ENTRIES[0], "trio")])
-def test_ctrl_c_during_the_first_imports_ends_it_quietly(start: tuple[str, ...], module: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_the_first_imports_ends_it_quietly(start, module, tmp_path):
     (tmp_path / f"{module}.py").write_text(INTERRUPTED)
     assert ended(tmp_path, *start, "generate", "hi") == (130, "", "")
 
 
 @sweep("arguments", COMMANDS)
-def test_ctrl_c_while_the_models_libraries_are_imported_ends_it_quietly(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_ctrl_c_while_the_models_libraries_are_imported_ends_it_quietly(arguments, tmp_path):
     (tmp_path / "mlx.py").write_text(INTERRUPTED)
     assert ended(tmp_path, "-m", "runtime", *arguments) == (130, "", "")
 
 
-def test_importing_the_package_takes_next_to_nothing_along() -> None:
+def test_importing_the_package_takes_next_to_nothing_along():
     heavy = "{'attrs', 'trio', 'mlx', 'rich', 'argparse', 'pathlib', 'ctypes', 'typing', 're', 'enum'}"
     code = f"import sys; import runtime; print({heavy} & set(sys.modules))"
     found = subprocess.run(
@@ -47,7 +44,7 @@ def test_importing_the_package_takes_next_to_nothing_along() -> None:
     assert found.stdout == "set()\n"
 
 
-def test_whoever_ignores_ctrl_c_in_the_background_goes_on_doing_so() -> None:
+def test_whoever_ignores_ctrl_c_in_the_background_goes_on_doing_so():
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.argv = ['outrider', '--version'];"
         "from runtime.__main__ import main\n"
@@ -131,8 +128,8 @@ READING = "stopping after the forward pass that is running"
     ],
 )
 async def test_the_first_ctrl_c_says_what_is_waited_for_unless_that_is_soon_over(
-    show: Any, waits_s: float, said: str | None, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    show, waits_s, said, autojump_clock, monkeypatch
+):
     monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     display = Still()
     show(display)
@@ -140,7 +137,7 @@ async def test_the_first_ctrl_c_says_what_is_waited_for_unless_that_is_soon_over
     assert stderr.text == ("" if said is None else f"outrider: {said}; Ctrl-C again quits at once\n")
 
 
-def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None:
+def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits():
     cleared: list[str] = []
     statuses: list[int] = []
     display = Display()

@@ -55,9 +55,7 @@ def expected(target: str, prompt: Any) -> list[int]:
 
 
 @sweep(("arguments", "num_tokens"), [([], 400), (["--raw"], 256), (["-m", "7"], 7), (["--raw", "-m", "300"], 300)])
-def test_what_ends_a_text_that_does_not_end_by_itself(
-    arguments: list[str], num_tokens: int, instruct: str, capfd: Any
-) -> None:
+def test_what_ends_a_text_that_does_not_end_by_itself(arguments, num_tokens, instruct, capfd):
     # Its context has room for 400 tokens after the prompt.
     config = ["--model-config", '{"max_position_embeddings": 405}']
     out = ran(capfd, "generate", PROMPT, "--target", instruct, *config, "--ignore-eos", *arguments, "--json").out
@@ -67,7 +65,7 @@ def test_what_ends_a_text_that_does_not_end_by_itself(
 # --- chat templates -------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_asked_through_the_chat_template_where_there_is_one(instruct: str, capfd: Any) -> None:
+def test_a_prompt_is_asked_through_the_chat_template_where_there_is_one(instruct, capfd):
     messages = [{"role": "user", "content": PROMPT}]
     tokens = expected(instruct, messages)
     assert generated(capfd, PROMPT, "--target", instruct) == (tokens, 5, "")
@@ -76,21 +74,21 @@ def test_a_prompt_is_asked_through_the_chat_template_where_there_is_one(instruct
     assert generated(capfd, PROMPT, "--target", instruct, "--system", "w4") == (expected(instruct, system), 7, "")
 
 
-def test_a_raw_prompt_is_continued_as_it_is(instruct: str, capfd: Any) -> None:
+def test_a_raw_prompt_is_continued_as_it_is(instruct, capfd):
     assert generated(capfd, PROMPT, "--target", instruct, "--raw") == (expected(instruct, PROMPT), 3, "")
 
 
 @pytest.mark.parametrize(
     "command", [["generate", PROMPT, "--chat"], ["generate", PROMPT, "--system", "w4"], ["chat", "--system", "w4"]]
 )
-def test_what_needs_a_chat_template_is_refused_where_there_is_none(command: list[str], base: str, capfd: Any) -> None:
+def test_what_needs_a_chat_template_is_refused_where_there_is_none(command, base, capfd):
     out, err = ran(capfd, *command, "--target", base, status=2)
     assert (out, err.count("\n")) == ("", 1)
     flag = next(word for word in command if word.startswith("--"))
     assert f"error: {flag} needs a chat template, and the target's tokenizer has none" in err
 
 
-def test_a_prompt_may_have_a_flag(base: str, capfd: Any) -> None:
+def test_a_prompt_may_have_a_flag(base, capfd):
     assert generated(capfd, "-p", PROMPT, "--target", base)[0] == expected(base, PROMPT)
 
 
@@ -143,9 +141,7 @@ REACHES: list[tuple[Sequence[str], str, dict[str, Any]]] = [
     ("command", "flags", "wanted"),
     [(command, flags, wanted) for commands, flags, wanted in REACHES for command in commands],
 )
-def test_options_of_open_reach_it(
-    command: str, flags: str, wanted: dict[str, Any], opened: dict[str, Any], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_options_of_open_reach_it(command, flags, wanted, opened, tmp_path, monkeypatch):
     opened.clear()
     monkeypatch.chdir(tmp_path)
     Path("template.jinja").write_text("{{ messages }}")
@@ -155,7 +151,7 @@ def test_options_of_open_reach_it(
     assert opened.keys() <= {*wanted, *always}
 
 
-def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
+def test_every_option_of_open_is_somewhere_on_the_command_line():
     # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
     # commands join the group of `mlx.launch`.
     elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "generation_config"}
@@ -163,9 +159,7 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"]])
-def test_a_device_becomes_the_default_of_mlx_before_the_models_are_loaded(
-    command: list[str], opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_becomes_the_default_of_mlx_before_the_models_are_loaded(command, opened, monkeypatch):
     defaults: list[mx.Device] = []
     monkeypatch.setattr(mx, "set_default_device", defaults.append)
     assert cli.main([*command, "--device", "cpu"]) == 1
@@ -175,7 +169,7 @@ def test_a_device_becomes_the_default_of_mlx_before_the_models_are_loaded(
     assert len(defaults) == 1
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_device_that_is_not_there_is_refused(monkeypatch, capfd):
     monkeypatch.setattr(mx, "is_available", lambda device: device.type == mx.DeviceType.cpu)
     assert (
         "--device gpu is not available in this MLX; leave it out for its default"
@@ -183,7 +177,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, 
     )
 
 
-def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> None:
+def test_what_a_model_does_not_take_is_said_in_flags(base, capfd):
     assert (
         "error: --kv-bits 2 with --kv-group-size 64 does not fit this model: "
         in ran(capfd, "generate", PROMPT, "--target", base, "--kv-bits", "2", status=1).err
@@ -205,12 +199,12 @@ def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> N
         ("my_kv_bits of {kv_group_sizes}", "my_kv_bits of {kv_group_sizes}"),
     ],
 )
-def test_a_message_names_options_by_their_flags(in_python: str, here: str) -> None:
+def test_a_message_names_options_by_their_flags(in_python, here):
     assert in_flags(SettingsError(in_python)) == here
 
 
 @sweep("command", ["generate", "chat", "serve", "doctor", "bench"])
-def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_help_has_examples_that_can_be_parsed(command, capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = ran(capfd, command, "--help-all").out
     assert max(map(len, text.splitlines())) <= 80

@@ -85,16 +85,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
-def test_the_same_flags_give_the_same_text(
-    flags: list[str], model: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_the_same_flags_give_the_same_text(flags, model, monkeypatch, capfd):
     arguments = ["--model", model, "--prompt", PROMPT, "-m", "12", *flags]
     expected = of_mlx_lm(generate_of_mlx_lm, monkeypatch, capfd, *arguments, "--verbose", "False")
     assert ours(capfd, *arguments) == expected
     assert ours(capfd, *arguments, "--draft", model, "--lookahead", "2") == expected
 
 
-def test_an_adapter_gives_the_same_text(model: str, adapter: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_an_adapter_gives_the_same_text(model, adapter, monkeypatch, capfd):
     arguments = ["--model", model, "--prompt", PROMPT, "-m", "12"]
     plain = ours(capfd, *arguments)
     arguments += ["--adapter-path", adapter]
@@ -105,9 +103,7 @@ def test_an_adapter_gives_the_same_text(model: str, adapter: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("flags", [[], ["--ignore-chat-template"]], ids=["template", "raw"])
-def test_a_prompt_cache_file_is_continued_with_the_same_text(
-    flags: list[str], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_prompt_cache_file_is_continued_with_the_same_text(flags, model, tmp_path, monkeypatch, capfd):
     file = str(tmp_path / "prompt.safetensors")
     of_mlx_lm(
         cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w21 w22 w23 w24", "--prompt-cache-file", file
@@ -118,9 +114,7 @@ def test_a_prompt_cache_file_is_continued_with_the_same_text(
     assert ours(capfd, *arguments, "--model", model, "--draft", "ngram") == expected
 
 
-def test_another_model_than_that_of_the_file_is_refused(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_another_model_than_that_of_the_file_is_refused(model, tmp_path, monkeypatch, capfd):
     file = str(tmp_path / "prompt.safetensors")
     of_mlx_lm(cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w2", "--prompt-cache-file", file)
     assert (

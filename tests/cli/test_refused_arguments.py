@@ -1,9 +1,7 @@
 """What the commands refuse before they load a model, and what they say then."""
 
 import shlex
-from typing import Any
 
-import pytest
 from command_line import ran
 from sweeps import sweep
 
@@ -113,9 +111,7 @@ REFUSED |= {command: [*cases, *BAD_OPTIONS] for command, cases in LATER.items()}
     ("command", "flags", "complaint"),
     [(command, flags, complaint) for command, cases in REFUSED.items() for flags, complaint in cases],
 )
-def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
-    command: str, flags: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(command, flags, complaint, monkeypatch, capfd):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     out, err = ran(capfd, *shlex.split(f"{command} {flags}"), status=2)
     assert out == ""

@@ -24,14 +24,14 @@ from runtime.cli import serve_command
 from runtime.terminal.display import print_message
 
 if TYPE_CHECKING:
-    import openai  # takes a second
+    pass  # takes a second
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 # --- OpenAI's client ------------------------------------------------------------------------------
 
 
-def test_a_completion_is_the_text_of_the_runtime(client: openai.OpenAI, expected: str) -> None:
+def test_a_completion_is_the_text_of_the_runtime(client, expected):
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24)
     assert answer.choices[0].text == expected
     assert (answer.usage.completion_tokens, answer.model) == (24, MODEL)
@@ -44,7 +44,7 @@ def test_a_completion_is_the_text_of_the_runtime(client: openai.OpenAI, expected
     assert chunks[-1].usage.completion_tokens == 24
 
 
-def test_a_chat_is_answered_whole_and_streaming_alike(client: openai.OpenAI) -> None:
+def test_a_chat_is_answered_whole_and_streaming_alike(client):
     asked: Any = {
         "model": MODEL,
         "messages": [{"role": "system", "content": "# Python\n"}, {"role": "user", "content": PROMPT}],
@@ -61,7 +61,7 @@ def test_a_chat_is_answered_whole_and_streaming_alike(client: openai.OpenAI) -> 
     assert "".join(texts) == answer.choices[0].message.content
 
 
-def test_a_stream_that_is_broken_off_is_over(client: openai.OpenAI, server: Server) -> None:
+def test_a_stream_that_is_broken_off_is_over(client, server):
     stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, stream=True, extra_body=ENDLESS)
     next(iter(stream))
     assert server.health()["streams"] == 1
@@ -69,7 +69,7 @@ def test_a_stream_that_is_broken_off_is_over(client: openai.OpenAI, server: Serv
     server.until_idle()
 
 
-def test_errors_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
+def test_errors_come_as_the_client_knows_them(client, server):
     import openai
 
     with pytest.raises(openai.BadRequestError, match="temperature must be at least 0, got -1") as bad:
@@ -89,7 +89,7 @@ def test_errors_come_as_the_client_knows_them(client: openai.OpenAI, server: Ser
     assert long.value.code == "context_length_exceeded"
 
 
-def test_a_full_house_is_a_rate_limit(client: openai.OpenAI, server: Server) -> None:
+def test_a_full_house_is_a_rate_limit(client, server):
     import openai
 
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "extra_body": ENDLESS, "stream": True}
@@ -130,7 +130,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.slow
-def test_clients_that_come_all_at_once_while_the_server_is_busy_are_connected(server: Server) -> None:
+def test_clients_that_come_all_at_once_while_the_server_is_busy_are_connected(server):
     most = Path("/proc/sys/net/core/somaxconn")
     number = min(300, int(most.read_text(encoding="utf-8")) if most.exists() else 100)
     clients = []
@@ -146,7 +146,7 @@ def test_clients_that_come_all_at_once_while_the_server_is_busy_are_connected(se
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end() -> None:
+def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end():
     # So long that the signal comes before its end.
     pair = {"target": runtime.DEMO_TARGET, "draft": runtime.DEMO_DRAFT}
     expected = runtime.generate_sync(PROMPT, **pair, max_tokens=24).text
@@ -179,7 +179,7 @@ def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) ->
 
 
 @pytest.mark.slow
-def test_answers_that_take_too_long_are_cut_off() -> None:
+def test_answers_that_take_too_long_are_cut_off():
     host = ("--host", "::1") if has_ipv6() else ()
     with serving("--grace-seconds", "0", "--no-access-log", *host) as server:
         assert server.url.startswith("http://[::1]:" if host else "http://127.0.0.1:")
@@ -192,7 +192,7 @@ def test_answers_that_take_too_long_are_cut_off() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_waits_for_nothing() -> None:
+def test_a_second_signal_waits_for_nothing():
     with serving("--grace-seconds", "10000") as server:
         with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
             server.process.send_signal(signal.SIGINT)
@@ -209,7 +209,7 @@ def test_a_second_signal_waits_for_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_whose_target_fails_ends_with_its_own_status() -> None:
+def test_a_server_whose_target_fails_ends_with_its_own_status():
     failing = """
 import sys
 from actors.mlx.sequence import MLXSequence
@@ -240,7 +240,7 @@ sys.exit(cli.main(sys.argv[1:]))
     assert "stopping" not in server.said  # nothing more can end well
 
 
-def test_a_known_drafter_is_named_and_a_signal_ends_an_idle_server(monkeypatch: Any, capfd: Any) -> None:
+def test_a_known_drafter_is_named_and_a_signal_ends_an_idle_server(monkeypatch, capfd):
     def print_and_stop(message: str) -> None:
         print_message(message)
         if " is served at" in message:
@@ -259,7 +259,7 @@ def test_a_known_drafter_is_named_and_a_signal_ends_an_idle_server(monkeypatch: 
 # --- before it begins -----------------------------------------------------------------------------
 
 
-def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
+def test_a_port_that_is_taken_is_named(capfd):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -273,17 +273,17 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
     "origin",
     ["https://example.org", "http://localhost:3000", "http://[::1]:8080", "chrome-extension://abcdef", "null", "*"],
 )
-def test_origins_are_taken_as_browsers_send_them(origin: str, capfd: Any) -> None:
+def test_origins_are_taken_as_browsers_send_them(origin, capfd):
     given = ["--target", "/no/such/model", "--allow-origin", origin]
     assert "/no/such/model" in ran(capfd, "serve", "--port", "0", *given, status=1).err
 
 
-def test_what_the_server_needs_and_is_not_installed_is_named(monkeypatch: Any, capfd: Any) -> None:
+def test_what_the_server_needs_and_is_not_installed_is_named(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert "serve needs starlette; pip install 'outrider[serve]'" in ran(capfd, "serve", "--port", "0", status=2).err
 
 
-def test_help_brings_in_neither_mlx_nor_a_server() -> None:
+def test_help_brings_in_neither_mlx_nor_a_server():
     program = (
         "import sys\nfrom runtime.cli.main import main\n"
         "try:\n    main(['serve', '--help-all'])\nexcept SystemExit:\n    pass\n"

@@ -120,27 +120,27 @@ FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # three faces that form o
         ("a\x1b[2Jb\r\nc\x07", 9, "a\ufffd[2Jb\nc\ufffd"),
     ],
 )
-def test_a_line_is_broken_between_words_however_the_text_arrives(text: str, columns: int, written: str) -> None:
+def test_a_line_is_broken_between_words_however_the_text_arrives(text, columns, written):
     for size in (1, 2, 3, 100):
         wrap = WordWrap()
         pieces = [wrap.add(text[at : at + size], columns) for at in range(0, len(text), size)]
         assert "".join([*pieces, wrap.flush(columns)]) == written
 
 
-def test_a_word_is_written_once_it_cannot_move_and_never_moves_then() -> None:
+def test_a_word_is_written_once_it_cannot_move_and_never_moves_then():
     wrap = WordWrap()
     pieces = ["the qu", "ick", " brown", "ish", " fox"]
     assert [wrap.add(piece, 12) for piece in pieces] == ["the", "", " quick\nbrown", "ish", ""]
     assert wrap.flush(12) == " fox"
 
 
-def test_a_width_that_changes_holds_from_the_next_word_on() -> None:
+def test_a_width_that_changes_holds_from_the_next_word_on():
     wrap = WordWrap()
     assert wrap.add("one two three ", 80) + wrap.add("four five ", 9) == "one two three\nfour five"
     assert wrap.add("six seven ", 40) == " six seven"
 
 
-def test_messages_and_answers_have_the_width_that_the_terminal_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_and_answers_have_the_width_that_the_terminal_has_now(monkeypatch):
     seen, given = pty.openpty()
     with open(seen, "rb", buffering=0) as screen, open(given, "w") as terminal:
         for name in ("stdout", "stderr"):

@@ -63,7 +63,7 @@ BAD_PROMPTS = [
 ]
 
 
-async def test_prompts_that_cannot_be_are_refused_before_any_model_work() -> None:
+async def test_prompts_that_cannot_be_are_refused_before_any_model_work():
     events: list[Event] = []
     async with runtime.open((target(), None), (drafter(), None), trace=events.append) as rt:
         del events[:]
@@ -76,14 +76,14 @@ async def test_prompts_that_cannot_be_are_refused_before_any_model_work() -> Non
         assert rt.num_streams == 0
 
 
-async def test_the_longest_prompt_that_fits_leaves_room_for_one_token() -> None:
+async def test_the_longest_prompt_that_fits_leaves_room_for_one_token():
     async with runtime.open((target(), None), (drafter(), None)) as rt:
         completion = await rt.generate(prompt_of(511), max_tokens=None)
     assert len(completion.tokens) == 1
     assert completion.finish_reason == "length"
 
 
-async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token() -> None:
+async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token():
     messages = [{"role": "user", "content": "hello"}]
     async with runtime.open((target(), word_tokenizer(WORDS))) as rt:
         for prompt in ("", "   "):
@@ -102,7 +102,7 @@ async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token() -> 
 # --- options of open ------------------------------------------------------------------------------
 
 
-async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it_is_opened() -> None:
+async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it_is_opened():
     # Heads of 16 cannot be quantised in groups of 32.
     with pytest.raises(runtime.ModelError, match=r"^kv_bits=4 with kv_group_size=32 does not fit this model"):
         async with runtime.open((target(), None), kv_bits=4, kv_group_size=32):
@@ -139,7 +139,7 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
         ({"defaults": {"temp": 1}}, "there is no setting 'temp'; did you mean 'temperature'?"),
     ],
 )
-async def test_options_that_cannot_be_are_refused_before_any_model_work(options: dict[str, Any], says: str) -> None:
+async def test_options_that_cannot_be_are_refused_before_any_model_work(options, says):
     events: list[Event] = []
     keywords = {"target": (target(), None), "trace": events.append} | options
     with pytest.raises(runtime.SettingsError, match=re.escape(says)):
@@ -162,13 +162,13 @@ async def opening_is_refused(kind: type[Exception], says: str, *pair: Any) -> Ex
 
 @sweep("role", ["target", "draft"])
 @sweep("path", ["/no/such/model", "./no-such-model", "~/no/such/model", Path("no/such"), "a/b/c"])
-async def test_a_path_that_does_not_exist(path: Any, role: str) -> None:
+async def test_a_path_that_does_not_exist(path, role):
     pair = [path] if role == "target" else [(target(), None), path]
     await opening_is_refused(runtime.ModelError, f"{role} .*does not exist; give a directory", *pair)
 
 
 @sweep("name", ["no-such-owner/no-such-model", "no-such-model"])
-async def test_a_hub_id_that_cannot_be_resolved(name: str) -> None:
+async def test_a_hub_id_that_cannot_be_resolved(name):
     says = f"target '{name}': there is no such folder, and from the Hugging Face hub it could not be fetched"
     error = await opening_is_refused(runtime.ModelError, says, name)
     assert error.__cause__ is not None
@@ -180,14 +180,14 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(runtime.DEMO_DRAFT, tmp_path / "copy"))
 
 
-async def test_a_path_with_no_config(copy: Path) -> None:
+async def test_a_path_with_no_config(copy):
     (copy / "config.json").unlink()
     await opening_is_refused(runtime.ModelError, "has no config.json; give a directory", copy)
     await opening_is_refused(runtime.ModelError, "is a file; give a directory", copy / "model.safetensors")
 
 
 @sweep("role", ["target", "draft"])
-async def test_a_checkpoint_that_is_cut_off_or_not_there(copy: Path, role: str) -> None:
+async def test_a_checkpoint_that_is_cut_off_or_not_there(copy, role):
     weights = copy / "model.safetensors"
     pair = [copy] if role == "target" else [runtime.DEMO_DRAFT, copy]
     whole = (runtime.DEMO_DRAFT / weights.name).read_bytes()
@@ -231,14 +231,14 @@ CONFIG = json.loads((runtime.DEMO_DRAFT / "config.json").read_text())
         ),
     ],
 )
-async def test_a_config_that_is_damaged(copy: Path, text: str, says: str) -> None:
+async def test_a_config_that_is_damaged(copy, text, says):
     (copy / "config.json").write_text(text)
     await opening_is_refused(runtime.ModelError, f"cannot load target .*{says}", copy)
 
 
 # For some families, and with these classes, transformers makes an empty tokenizer; for others it fails.
 @sweep(("role", "config"), [("target", None), ("draft", '{"tokenizer_class": "Qwen2Tokenizer"}')])
-async def test_a_model_without_its_tokenizer(copy: Path, role: str, config: str | None) -> None:
+async def test_a_model_without_its_tokenizer(copy, role, config):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (copy / name).unlink(missing_ok=True)
     if config is not None:
@@ -250,7 +250,7 @@ async def test_a_model_without_its_tokenizer(copy: Path, role: str, config: str 
         await examine(*pair)
 
 
-async def test_a_model_that_is_no_language_model() -> None:
+async def test_a_model_that_is_no_language_model():
     await opening_is_refused(runtime.ModelError, "cannot load target 'Linear'", (nn.Linear(4, 4), None))
 
 
@@ -265,7 +265,7 @@ async def test_a_model_that_is_no_language_model() -> None:
         ([*WORDS[:-1], ";"], "1 of 6 ids differ (id 5 is ':' and ';'"),
     ],
 )
-async def test_vocabularies_that_differ(theirs: list[str], says: str) -> None:
+async def test_vocabularies_that_differ(theirs, says):
     pair = (target(), word_tokenizer(WORDS)), (drafter(), word_tokenizer(theirs))
     error = await opening_is_refused(runtime.VocabularyMismatchError, re.escape(says), *pair)
     assert isinstance(error, runtime.ModelError)
@@ -281,7 +281,7 @@ async def test_vocabularies_that_differ(theirs: list[str], says: str) -> None:
         (word_tokenizer(WORDS), None),
     ],
 )
-async def test_vocabularies_that_may_be_used_together(ours: Any, theirs: Any) -> None:
+async def test_vocabularies_that_may_be_used_together(ours, theirs):
     async with runtime.open((target(), ours), (drafter(), theirs)) as rt:
         assert len((await rt.generate("hello", max_tokens=4)).tokens) == 4
 
@@ -289,7 +289,7 @@ async def test_vocabularies_that_may_be_used_together(ours: Any, theirs: Any) ->
 # --- at the wrong time ----------------------------------------------------------------------------
 
 
-async def test_a_stream_where_no_runtime_is_open() -> None:
+async def test_a_stream_where_no_runtime_is_open():
     with pytest.raises(runtime.NoRuntimeError, match=r"use this inside .async with runtime\.open"):
         runtime.stream([1])
     async with runtime.open((target(), None)):

@@ -135,7 +135,7 @@ async def cancel(rt: runtime.Runtime, trigger: Trigger, event: Kind, way: Way = 
 
 
 @sweep("way", [by_scope, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
-async def test_cancelling_at_any_event_leaves_the_runtime_in_order(way: Any) -> None:
+async def test_cancelling_at_any_event_leaves_the_runtime_in_order(way):
     # At every event in one way, and at every second in each of the others.
     events = EVENTS if way is by_scope else EVENTS[WAYS.index(way) % 2 :: 2]
     # Only a drafter that is always right surely hits before the stream's buffer is full.
@@ -156,7 +156,7 @@ async def test_cancelling_at_any_event_leaves_the_runtime_in_order(way: Any) -> 
                     assert rt.num_streams == 0, event
 
 
-async def test_cancelling_at_any_event_of_plain_decoding() -> None:
+async def test_cancelling_at_any_event_of_plain_decoding():
     trigger = Trigger()
     async with runtime.open((target(), None), trace=trigger, prefix_cache_bytes=0) as rt:
         for way in WAYS:
@@ -166,7 +166,7 @@ async def test_cancelling_at_any_event_of_plain_decoding() -> None:
     nothing_is_left(trigger)
 
 
-async def test_a_stream_may_be_dropped_on_another_thread() -> None:
+async def test_a_stream_may_be_dropped_on_another_thread():
     async with opened() as (rt, _):
         holder = [rt.stream(PROMPT, max_tokens=400)]
         await anext(holder[0])
@@ -187,7 +187,7 @@ def holding(who: str) -> tuple[BlockingModel, Any, Any]:
 
 @sweep("who", ["target", "draft"])
 @sweep("when", ["prefill", "decode"])
-async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str, who: str) -> None:
+async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when, who):
     held, *models = holding(who)
     async with opened(*models) as (rt, trigger):
         if when == "prefill":
@@ -204,7 +204,7 @@ async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str,
 
 
 @sweep("who", ["target", "draft"])
-async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str) -> None:
+async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who):
     held, ours, theirs = holding(who)
     trigger = Trigger()
     left = trio.Event()
@@ -236,7 +236,7 @@ def layer_classes(model: nn.Module) -> list[type]:
     return [type(layer) for layer in model.layers]
 
 
-async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog):
     trace = mock.Mock(side_effect=ValueError("a trace with a bug"))
     async with runtime.open(*pair(), trace=trace) as rt:
         await the_next_text_is_right(rt)
@@ -246,7 +246,7 @@ async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog: 
 
 
 @sweep("nth", [1, 2, 3, 4])
-async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
+async def test_cancelling_while_the_models_are_being_opened(nth):
     target_classes, draft_classes = layer_classes(target()), layer_classes(drafter())
     loads: list[Event] = []
 
@@ -265,7 +265,7 @@ async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
     assert layer_classes(drafter()) == draft_classes
 
 
-async def test_the_users_models_are_as_they_were_after_leaving() -> None:
+async def test_the_users_models_are_as_they_were_after_leaving():
     ours, theirs = llama(seed=1), llama(seed=2)
     before = layer_classes(ours), layer_classes(theirs)
     weights = [dict(model.parameters()) for model in (ours, theirs)]
@@ -278,7 +278,7 @@ async def test_the_users_models_are_as_they_were_after_leaving() -> None:
     assert ours(mx.array([[1, 2, 3]])).shape == (1, 3, 80)
 
 
-async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() -> None:
+async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first():
     model = llama(seed=1)
     before = layer_classes(model)
     right = greedy(model, PROMPT, 8)
@@ -299,7 +299,7 @@ async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() ->
 
 
 @sweep("which", ["target", "draft"])
-async def test_opening_that_fails_half_way_leaves_the_other_model_as_it_was(which: str) -> None:
+async def test_opening_that_fails_half_way_leaves_the_other_model_as_it_was(which):
     model = llama(seed=1)
     before = layer_classes(model)
     failing = Failing(llama(seed=2))

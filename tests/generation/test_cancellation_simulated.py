@@ -182,7 +182,7 @@ async def cancel_at_event(way: Way, lookahead: Any, n: int, *, schedule: int, go
 @pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [None, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) -> None:
+def test_a_generation_can_be_cancelled_at_any_event(way, lookahead):
     kinds = set()
     schedule = WAYS.index(way)
     # At every event in one way, and at every seventh in each of the others.
@@ -197,7 +197,7 @@ def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) ->
 
 
 @sweep("lookahead", [None, 2, "ngram"])
-async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, autojump_clock: Any) -> None:
+async def test_breaking_off_at_any_token_ends_the_generation(lookahead, autojump_clock):
     for last in range(len(TEXT) - 1):
         async with simulated(*models(lookahead), schedule=last) as simulation:
             got = []
@@ -212,7 +212,7 @@ async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, aut
 
 @pytest.mark.slow
 @sweep("way, lookahead", [("stream", None), ("stream", 2), ("generate", 2), ("slow consumer", 2)])
-def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> None:
+def test_a_timeout_ends_the_generation_at_any_time(way, lookahead):
     async def give_up_after(seconds: float) -> bool:
         async with simulated(*models(lookahead), schedule=int(seconds * 4)) as simulation:
             settings = settings_of(lookahead)
@@ -238,7 +238,7 @@ def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> 
 
 
 @sweep("lookahead", [None, 2])
-def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(lookahead: Any) -> None:
+def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(lookahead):
     async def close_after(delay: float) -> None:
         async with simulated(*models(lookahead)) as simulation:
             stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
@@ -256,7 +256,7 @@ def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(looka
 
 
 @sweep("lookahead", [None, 2])
-def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that_task(lookahead: Any) -> None:
+def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that_task(lookahead):
     async def close_after(delay: float) -> None:
         async with simulated(*models(lookahead)) as simulation, trio.open_nursery() as nursery:
             stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
@@ -277,7 +277,7 @@ def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that
 # --- at the edges ---------------------------------------------------------------------------------
 
 
-async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autojump_clock: Any) -> None:
+async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autojump_clock):
     async with simulated(*models(2)) as simulation:
         for _ in range(20):
             with pytest.warns(ResourceWarning, match="dropped unread"):
@@ -289,7 +289,7 @@ async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autoj
         assert {span.session for span in simulation.spans("target", *MODEL_WORK)} == {20}
 
 
-async def test_a_stream_in_a_reference_cycle_ends_when_the_collector_finds_it(autojump_clock: Any) -> None:
+async def test_a_stream_in_a_reference_cycle_ends_when_the_collector_finds_it(autojump_clock):
     async with simulated(*models(2)) as simulation:
         cycle: list[Any] = [simulation.runtime.stream(PROMPT, max_tokens=None, lookahead=2)]
         cycle.append(cycle)
@@ -303,7 +303,7 @@ async def test_a_stream_in_a_reference_cycle_ends_when_the_collector_finds_it(au
         assert_ended(simulation, at)
 
 
-def test_a_stream_may_outlive_its_event_loop() -> None:
+def test_a_stream_may_outlive_its_event_loop():
     async def leave_with_a_stream() -> TokenStream:
         async with simulated(*models(2)) as simulation:
             stream = simulation.runtime.stream(PROMPT, **settings_of(2))
@@ -317,7 +317,7 @@ def test_a_stream_may_outlive_its_event_loop() -> None:
     gc.collect()
 
 
-async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_back(autojump_clock: Any) -> None:
+async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_back(autojump_clock):
     price = priced(verify=8.0, draft=1.0, prefill=32.0)
     async with simulated(*models(2), price=price) as simulation, trio.open_nursery() as nursery:
         nursery.start_soon(partial(text_of, simulation, list(range(40)), max_tokens=20))
@@ -332,7 +332,7 @@ async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_b
 
 
 @sweep("victim", [0, 1, 2])
-def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim: int) -> None:
+def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim):
     prompts = [PROMPT, OTHER_PROMPT, [9]]
 
     async def cancel_after(delay: float) -> None:
@@ -374,7 +374,7 @@ def latest_end(simulation: Simulation, at: float) -> float:
 
 
 @sweep("lookahead", [None, 2])
-def test_leaving_the_runtime_ends_its_streams_after_the_running_jobs(lookahead: Any) -> None:
+def test_leaving_the_runtime_ends_its_streams_after_the_running_jobs(lookahead):
     async def leave_after(delay: float) -> None:
         left_at = None
 
@@ -401,7 +401,7 @@ def test_leaving_the_runtime_ends_its_streams_after_the_running_jobs(lookahead: 
 
 
 @sweep("lookahead", [None, 2])
-def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_running(lookahead: Any) -> None:
+def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_running(lookahead):
     async def cancel_after(delay: float) -> None:
         num_tasks = trio.lowlevel.current_statistics().tasks_living
         with trio.move_on_after(delay):
@@ -418,7 +418,7 @@ def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_runnin
         run(cancel_after, i * 14.25 + 0.25)
 
 
-async def test_tokens_that_were_committed_before_the_runtime_was_left_can_still_be_read(autojump_clock: Any) -> None:
+async def test_tokens_that_were_committed_before_the_runtime_was_left_can_still_be_read(autojump_clock):
     async with simulated(*models(2)) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
         await trio.sleep(60)

@@ -103,7 +103,7 @@ def test_whatever_a_template_raises_is_about_the_prompt(error):
         encode_prompt([USER], words("{{ " + error + " }}"), len(WORDS))
 
 
-async def test_no_model_hears_of_messages_that_cannot_be(autojump_clock: Any) -> None:
+async def test_no_model_hears_of_messages_that_cannot_be(autojump_clock):
     async with simulated(ScriptedModel(truthful), tokenizer=words()) as simulation:
         for messages in ([{}], [USER, {"role": "user", "content": 5}]):
             with pytest.raises(runtime.PromptError, match=r"messages\["):

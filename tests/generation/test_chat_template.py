@@ -1,7 +1,6 @@
 """How templates begin answers, how an answer continues a message, and the names of switches for reasoning."""
 
 import functools
-from typing import Any
 
 import pytest
 from chat_models import demo_with
@@ -54,7 +53,7 @@ _NO_PROMPT = "{% for m in messages %}{{ m.content | trim }}{{ '[/I]' if m.role =
         (_NO_PROMPT, "[/I]"),
     ],
 )
-def test_a_continued_message_is_kept_to_the_character(template: str, lead: str, text: str) -> None:
+def test_a_continued_message_is_kept_to_the_character(template, lead, text):
     """huggingface/transformers #35433."""
     begun = {"role": "assistant", "content": text, "prefix": True}
     rendered = render_chat_template([USER, begun], templated(template, *THINK))
@@ -63,7 +62,7 @@ def test_a_continued_message_is_kept_to_the_character(template: str, lead: str, 
 
 @sweep("template", [_OPENING, _CLOSED, _TAGLESS])
 @sweep("text", ["<think>\nHm", "<think>Hm.</think>Yes"])
-def test_a_continued_message_may_begin_with_its_reasoning(template: str, text: str) -> None:
+def test_a_continued_message_may_begin_with_its_reasoning(template, text):
     tokenizer = speaking(template)
     rendered = render_chat_template([USER, {"role": "assistant", "content": text, "prefix": True}], tokenizer)
     assert rendered.endswith(f"<|assistant|>{text}")
@@ -79,7 +78,7 @@ def test_a_continued_message_may_begin_with_its_reasoning(template: str, text: s
         (_TAGLESS, "<|assistant|><think>why</think>"),
     ],
 )
-def test_a_continued_message_keeps_its_reasoning(template: str, reasoned: str) -> None:
+def test_a_continued_message_keeps_its_reasoning(template, reasoned):
     asked = {"role": "user", "content": "What does <think> mean?"}
     begun = {"role": "assistant", "reasoning_content": "why", "prefix": True}
     for text in ("It ", ""):
@@ -111,7 +110,7 @@ _ENDLESS += "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking
         ([USER, {"role": "assistant", "content": "<think>Hm</think>Yes", "prefix": True}], {}, False),
     ],
 )
-def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages: Any, switches: Any, is_open: bool) -> None:
+def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages, switches, is_open):
     """vllm-project/vllm #32490: turns without an end token."""
     tokenizer = speaking(_ENDLESS)
     prompt = tokenizer.encode(render_chat_template(messages, tokenizer, **switches), add_special_tokens=False)
@@ -131,9 +130,7 @@ TAGS = [
 
 @sweep("is_begun", [False, True])
 @sweep(("opening", "closing", "are_tokens"), [*((*tags, True) for tags in TAGS), (*TAGS[0], False), (*THINK, False)])
-def test_the_tags_of_every_family_are_those_of_reasoning(
-    opening: str, closing: str, are_tokens: bool, is_begun: bool
-) -> None:
+def test_the_tags_of_every_family_are_those_of_reasoning(opening, closing, are_tokens, is_begun):
     # Tags that are ordinary text are known by the template, which has one of them at least.
     template = _TAGLESS.replace("trim", f"trim | replace('{closing}', '')")
     template += f"{{% if is_begun %}}{opening}\n{{% endif %}}"
@@ -151,7 +148,7 @@ def test_the_tags_of_every_family_are_those_of_reasoning(
 
 
 @sweep("tags", [THINK, *TAGS])
-def test_reasoning_is_on_unless_it_is_switched_off_whatever_the_tags(tags: tuple[str, str]) -> None:
+def test_reasoning_is_on_unless_it_is_switched_off_whatever_the_tags(tags):
     """mlx-lm switches it off where it does not know the tags."""
     template = _OPENING.replace(THINK[0], tags[0]).replace(THINK[1], tags[1])
     tokenizer = templated(template, *tags)
@@ -159,7 +156,7 @@ def test_reasoning_is_on_unless_it_is_switched_off_whatever_the_tags(tags: tuple
     assert render_chat_template([USER], tokenizer, enable_thinking=False).rstrip().endswith(tags[1])
 
 
-def test_markers_around_an_answer_are_no_part_of_it() -> None:
+def test_markers_around_an_answer_are_no_part_of_it():
     tokenizer = demo_with(*TAGS[2], "<|START_RESPONSE|>", "<|END_RESPONSE|>")
     answer = ReasoningTracker(tokenizer, [1])
     said = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
@@ -198,7 +195,7 @@ def _switched(condition: str, more: str = "") -> str:
         (_switched("reasoning_effort | default('high') != 'none'"), "reasoning_effort"),
     ],
 )
-def test_thinking_is_switched_by_the_templates_own_name(template: str, name: str) -> None:
+def test_thinking_is_switched_by_the_templates_own_name(template, name):
     """sgl-project/sglang #9488."""
     tokenizer = templated(template, *THINK)
     switch = thinking_switch(tokenizer)
@@ -212,7 +209,7 @@ def test_thinking_is_switched_by_the_templates_own_name(template: str, name: str
 
 
 @sweep("template", [_TAGLESS, "{{ reasoning_effort }}" + _TAGLESS, "{{ preserve_thinking }}" + _TAGLESS])
-def test_what_a_template_only_writes_down_is_no_switch(template: str) -> None:
+def test_what_a_template_only_writes_down_is_no_switch(template):
     tokenizer = templated(template)
     assert thinking_switch(tokenizer) is None
     assert asks_for_reasoning(tokenizer, {"reasoning_effort": "low"}) is True
@@ -220,7 +217,7 @@ def test_what_a_template_only_writes_down_is_no_switch(template: str) -> None:
     assert render_chat_template([USER], tokenizer, enable_thinking=True).endswith("<|assistant|>")
 
 
-def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
+def test_a_message_that_the_template_leaves_out_cannot_be_continued():
     begun = {"role": "assistant", "content": "x", "prefix": True}
     with pytest.raises(runtime.PromptError, match=r"the final message does not appear in the chat; leave it out"):
         render_chat_template([USER, begun], templated(TEMPLATES["chatml"].replace("messages", "messages[:1]")))

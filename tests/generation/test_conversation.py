@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lo
 
 
 @sweep("of", [target, recurrent])
-async def test_a_turn_reads_only_what_is_new_since_the_reset(of: Any) -> None:
+async def test_a_turn_reads_only_what_is_new_since_the_reset(of):
     async with runtime.open(*pair(of())) as rt:
         conversation = rt.conversation("You are brief.", **SETTINGS)
         assert repr(conversation) == "<outrider Conversation: 1 messages>"
@@ -71,7 +71,7 @@ async def test_a_turn_reads_only_what_is_new_since_the_reset(of: Any) -> None:
         assert again.text == messages[2]["content"]
 
 
-async def test_messages_are_a_copy_and_grow_with_what_is_given() -> None:
+async def test_messages_are_a_copy_and_grow_with_what_is_given():
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS)
         async with conversation.stream("import") as stream:
@@ -89,7 +89,7 @@ async def test_messages_are_a_copy_and_grow_with_what_is_given() -> None:
 
 
 @sweep("num_given", [1, 5])
-async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(num_given: int) -> None:
+async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(num_given):
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS | {"max_tokens": 100})
         got = []
@@ -104,7 +104,7 @@ async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(nu
         assert completion.statistics.cached_tokens > 0
 
 
-async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered() -> None:
+async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered():
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
     processor = says(wrapped, "<think>Hm, os</think>import os, too")
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
@@ -123,7 +123,7 @@ async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered() ->
             assert conversation.messages[-1] == after
 
 
-async def test_no_moment_shows_an_exchange_twice() -> None:
+async def test_no_moment_shows_an_exchange_twice():
     seen: list[int] = []
 
     class Watched(runtime.Conversation):
@@ -145,7 +145,7 @@ async def test_no_moment_shows_an_exchange_twice() -> None:
         assert set(seen) == {2, 0}
 
 
-async def test_a_turn_that_ends_before_its_first_token_leaves_the_conversation_as_it_was() -> None:
+async def test_a_turn_that_ends_before_its_first_token_leaves_the_conversation_as_it_was():
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS)
         await conversation.generate("import")
@@ -162,7 +162,7 @@ async def test_a_turn_that_ends_before_its_first_token_leaves_the_conversation_a
         assert [message["content"] for message in conversation.messages[::2]] == ["import", "os"]
 
 
-async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given() -> None:
+async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given():
     num_calls = 0
 
     @runtime.stateless
@@ -183,7 +183,7 @@ async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given() -> None:
         assert (await conversation.generate("os", logits_processors=(speaks,))).text
 
 
-async def test_a_conversation_ends_with_its_runtime() -> None:
+async def test_a_conversation_ends_with_its_runtime():
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS)
         await conversation.generate("import")
@@ -195,7 +195,7 @@ async def test_a_conversation_ends_with_its_runtime() -> None:
 # --- invalid conversations ------------------------------------------------------------------------
 
 
-async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
+async def test_what_is_wrong_is_said_as_the_conversation_is_made():
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"temprature": 1}, runtime.SettingsError, "there is no setting 'temprature'"),
         ({"thinkng": True}, runtime.SettingsError, "there is no setting 'thinkng'; did you mean 'thinking'"),
@@ -218,7 +218,7 @@ async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
         assert conversation.messages == []
 
 
-async def test_a_template_that_knows_no_system_has_it_in_the_first_question() -> None:
+async def test_a_template_that_knows_no_system_has_it_in_the_first_question():
     wrapped = tokenizer(TEMPLATE.replace("'tool'", "'system'"))
     async with runtime.open((target(), wrapped)) as rt:
         async with rt.conversation("You are brief.", **SETTINGS) as conversation:
@@ -234,7 +234,7 @@ async def test_a_template_that_knows_no_system_has_it_in_the_first_question() ->
 
 
 @pytest.mark.slow
-async def test_without_a_chat_template_a_conversation_is_a_running_text() -> None:
+async def test_without_a_chat_template_a_conversation_is_a_running_text():
     async with runtime.open(runtime.DEMO_DRAFT) as rt:
         conversation = rt.conversation("# A stack.\n", max_tokens=12, ignore_eos=True)
         text = "# A stack.\n"
@@ -277,14 +277,14 @@ def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[Re
         ("<think>a<think>b</think>c", "", "a<think>b", "c"),
     ],
 )
-def test_what_stands_between_tags_is_thinking(text: str, prompt: str, thinking: str, said: str) -> None:
+def test_what_stands_between_tags_is_thinking(text, prompt, thinking, said):
     answer, flags = parts(text, tokenizer(THINKING_TEMPLATE, thinks=True), prompt=prompt)
     assert (answer.thinking, answer.said, answer.text) == (thinking, said, text)
     assert any(flags) == bool(thinking)
     assert answer.num_tokens == len(flags)
 
 
-def test_tags_of_several_tokens() -> None:
+def test_tags_of_several_tokens():
     wrapped = demo_with("<|channel>", "<channel|>")
     assert len(wrapped.think_start_tokens) > 1
     text = "\n<|channel>thought\nHm.<channel|>import"
@@ -308,7 +308,7 @@ def test_tags_of_several_tokens() -> None:
         ("then!", "see", "ok then"),
     ],
 )
-def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop: str, thinking: str, said: str) -> None:
+def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop, thinking, said):
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
     opened = Open(0, (1,), Settings(stop=stop), 0, frozenset())
     text, answer = GrowingText(wrapped, opened), ReasoningTracker(wrapped, [1])
@@ -321,7 +321,7 @@ def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop: str
     assert (answer.thinking, answer.said) == (thinking, said)
 
 
-async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> None:
+async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn():
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
     processor = says(wrapped, "<think>\nHm, os.\n</think>\n\nimport os", "import sys")
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
@@ -340,7 +340,7 @@ async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> Non
         assert second.statistics.cached_tokens == completion.statistics.prompt_tokens
 
 
-async def test_thinking_can_be_switched_where_the_template_has_a_switch() -> None:
+async def test_thinking_can_be_switched_where_the_template_has_a_switch():
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
         sizes = []
         for thinking in (None, True, False):
@@ -350,7 +350,7 @@ async def test_thinking_can_be_switched_where_the_template_has_a_switch() -> Non
 
 
 @pytest.mark.slow
-async def test_a_conversation_that_has_outgrown_the_context_says_that_it_is_the_conversation() -> None:
+async def test_a_conversation_that_has_outgrown_the_context_says_that_it_is_the_conversation():
     async with runtime.open(runtime.DEMO_DRAFT) as rt:
         conversation = rt.conversation(max_tokens=None, ignore_eos=True)
         with pytest.raises(runtime.PromptError, match=r"^prompt is too long: \d+ tokens > 1023 maximum"):

@@ -104,7 +104,7 @@ async def measured() -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_hundreds_of_streams_leave_no_memory_no_task_and_no_thread() -> None:
+def test_hundreds_of_streams_leave_no_memory_no_task_and_no_thread():
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")])}
     child = subprocess.run([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, check=True)

@@ -77,14 +77,14 @@ TEXT_FORMATS = [name for name in FORMATS if (layout := call_format(name).layout)
         *("</parameter>\n</function>\n</tool_call>", "x</param></function>", "<|tool_call_end|> is a token, <escape>"),
     ],
 )
-def test_a_text_comes_as_it_was_written(format: str, content: str) -> None:
+def test_a_text_comes_as_it_was_written(format, content):
     """sgl-project/sglang PR #20543, raullenchai/Rapid-MLX #1515, vllm-project/vllm PR #33965."""
     arguments = {"path": "a.md", "content": content}
     assert calls_in(read(format, written(format, ("write", arguments)))) == [("write", arguments)]
 
 
 @sweep("format", FORMATS)
-def test_calls_are_read_as_they_are_written(format: str) -> None:
+def test_calls_are_read_as_they_are_written(format):
     values = {"command": 'it\'s "x"\n', "flags": ["a", 1, None], "n": -5, "yes": False}
     wanted: list[tuple[str, Any]] = [("run", values), ("ls", {}), ("post", {"body": {"a": {"b": [True, 0.5]}}})]
     answer = read(format, written(format, *wanted))
@@ -92,7 +92,7 @@ def test_calls_are_read_as_they_are_written(format: str) -> None:
 
 
 @sweep("format", TEXT_FORMATS)
-def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(format: str) -> None:
+def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(format):
     layout = call_format(format).layout
     opening = layout.key.replace("{type}", "string").replace("\0", "")
     for key, is_call in (("x", True), ("content", False)):
@@ -102,7 +102,7 @@ def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(f
 
 
 @sweep("format", TEXT_FORMATS)
-def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
+def test_a_file_that_has_a_whole_call_in_it_is_one_call(format):
     inner = written(format, ("run", {"command": "rm -r /"}))
     for content in (f"Write:\n{inner}\nand wait.\n", f"{inner}\n{inner}", f"So {inner}"):
         arguments = {"path": "a.md", "content": content}
@@ -112,7 +112,7 @@ def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
 
 
 @sweep("format", TEXT_FORMATS)
-def test_no_text_takes_in_a_call_after_it(format: str) -> None:
+def test_no_text_takes_in_a_call_after_it(format):
     known = call_format(format)
     layout = known.layout
     wanted: list[tuple[str, Any]] = [("fs.read", {"path": "a"}), ("run", {"command": "a"})]
@@ -127,7 +127,7 @@ def test_no_text_takes_in_a_call_after_it(format: str) -> None:
 
 
 @sweep("format", TEXT_FORMATS)
-def test_a_call_without_a_text_at_its_end_is_a_call_before_anything(format: str) -> None:
+def test_a_call_without_a_text_at_its_end_is_a_call_before_anything(format):
     call, other = written(format, ("run", {"n": 1})), written(format, ("list files", {"path": "b"}))
     answer = read(format, f"{call}\n{other}")
     assert (calls_in(answer), answer.content) == ([("run", {"n": 1})], f"\n{other}")
@@ -144,7 +144,7 @@ PIECES = st.sampled_from(
 @pytest.mark.parametrize("format", FORMATS)
 @settings(derandomize=True, deadline=None, max_examples=120)
 @given(data=st.data())
-def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.DataObject) -> None:
+def test_whatever_is_in_a_text_it_is_that_call_or_none(format, data):
     known = call_format(format)
     layout = known.layout
     key = layout.key.replace("{type}", "string")
@@ -219,7 +219,7 @@ NULLABLE = {
         ("ratio", "NaN", ...),
     ],
 )
-def test_a_text_is_a_value_of_the_schemas_type(format: str, key: str, said: str, value: Any) -> None:
+def test_a_text_is_a_value_of_the_schemas_type(format, key, said, value):
     """vllm-project/vllm PR #37831."""
     definitions = {"flag": {"type": ["boolean", "null"]}}
     parameters = {"type": "object", "properties": NULLABLE, "$defs": definitions}
@@ -235,7 +235,7 @@ def test_a_text_is_a_value_of_the_schemas_type(format: str, key: str, said: str,
     assert answer.content == (text if value is ... else "")
 
 
-def test_schemas_that_refer_to_themselves_many_times_are_read_once() -> None:
+def test_schemas_that_refer_to_themselves_many_times_are_read_once():
     names = [f"d{i}" for i in range(20)]
     nested = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
     tools = [function("f", a={"$ref": "#/$defs/d0"}, n={"$ref": "#/$defs/n"})]
@@ -317,7 +317,7 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("gemma4", f"{G}run{{command:ls}}<tool_call|>", []),
     ],
 )  # fmt: skip
-def test_a_call_is_all_that_was_written_or_text(format: str, text: str, calls: list[str]) -> None:
+def test_a_call_is_all_that_was_written_or_text(format, text, calls):
     answer = read(format, text)
     assert [call.name for call in answer.calls] == calls
     assert answer.content == ("" if calls else text)
@@ -327,7 +327,7 @@ def test_a_call_is_all_that_was_written_or_text(format: str, text: str, calls: l
     ("arguments", "is_call"),
     [('{"n": 1, "command": "\\u00e9"}', True), ('{"n": "1"}', False), ('{"n": 1, "size": 2}', False)],
 )
-def test_without_a_marker_the_arguments_of_a_strict_tool_follow_its_schema(arguments: str, is_call: bool) -> None:
+def test_without_a_marker_the_arguments_of_a_strict_tool_follow_its_schema(arguments, is_call):
     strict = {"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}
     call = f'{{"name": "run", "arguments": {arguments}}}'
     answer = read("json_tools", call, [strict])
@@ -339,7 +339,7 @@ BARE = '{"name": "run", "arguments": {"command": "ls"}}'
 
 
 @sweep("text", [BARE, f"[{BARE}]", f"```json\n{BARE}\n```", f'{{"name": "run", "arguments": {json.dumps(BARE)}}}'])
-def test_what_begins_as_a_call_without_a_marker_is_that_call_or_all_of_it_is_text(text: str) -> None:
+def test_what_begins_as_a_call_without_a_marker_is_that_call_or_all_of_it_is_text(text):
     calls = calls_in(read("json_tools", text))
     assert len(calls) == 1
     for end in range(len(text)):
@@ -350,14 +350,14 @@ def test_what_begins_as_a_call_without_a_marker_is_that_call_or_all_of_it_is_tex
 
 
 @sweep("text", ["{", "[", "```json\n{", '{"name": "', '{"name": "run", "', '```json\n[{"name": "run", "arguments": "'])
-def test_text_is_withheld_only_while_a_call_may_follow(text: str) -> None:
+def test_text_is_withheld_only_while_a_call_may_follow(text):
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS)
     assert reader.add(text) == []
     assert "".join(delta.text for delta in reader.add("so!")) == f"{text}so!"
 
 
 @sweep("text", ["{0}{0}", "{1}\n{0}", "{0}\n{1}", "{0}\n[{0}]", "```json\n{0}\n{0}\n```"])
-def test_without_parallel_calls_what_follows_a_call_is_text(text: str) -> None:
+def test_without_parallel_calls_what_follows_a_call_is_text(text):
     said = text.format(BARE, f"<tool_call>{BARE}</tool_call>")
     reader, answer = (
         AnswerReader(format=attrs.evolve(call_format("json_tools"), is_parallel=False), tools=TOOLS),
@@ -368,14 +368,14 @@ def test_without_parallel_calls_what_follows_a_call_is_text(text: str) -> None:
     assert len(answer.calls) == (0 if "```" in said else 1)
 
 
-def test_a_call_has_the_id_that_the_model_gave_it() -> None:
+def test_a_call_has_the_id_that_the_model_gave_it():
     [call] = read("mistral", "[TOOL_CALLS]ls[CALL_ID]abc123def[ARGS]{}").calls
     assert call.id == "abc123def"
 
 
 @sweep("format", FORMATS)
 @sweep("is_thinking", [True, False])
-def test_a_marker_that_no_call_follows_is_a_word(format: str, is_thinking: bool) -> None:
+def test_a_marker_that_no_call_follows_is_a_word(format, is_thinking):
     """noonghunna/club-3090 #72."""
     known = call_format(format)
     for prose in (f"I could write {known.start} here. ", f"`{known.start}` and `{known.end}`: no. "):
@@ -399,13 +399,13 @@ def test_a_marker_that_no_call_follows_is_a_word(format: str, is_thinking: bool)
         ('<think>hm\n<tool_call>{"name": "ls", "arguments": {}}</tool_call></think>yes', "hm", "yes"),
     ],
 )
-def test_a_tag_of_the_reasoning_counts_where_an_answer_begins(text: str, reasoning: str, content: Any) -> None:
+def test_a_tag_of_the_reasoning_counts_where_an_answer_begins(text, reasoning, content):
     answer = read("json_tools", text, **THINK)
     assert (answer.reasoning, answer.content.strip()) == (reasoning, text if content is ... else content)
 
 
 @sweep("format", TEXT_FORMATS)
-def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format: str) -> None:
+def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format):
     text = written(format, ("write", {"path": "a.md", "content": "one two three"}))
     answer = read(format, text[: text.index(" three")], is_complete=False)
     assert (answer.content, answer.calls) == ("", [])
@@ -413,7 +413,7 @@ def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format: str) -> No
 
 
 @sweep("format", TEXT_FORMATS)
-def test_a_call_that_is_cut_off_between_its_arguments_does_not_look_complete(format: str) -> None:
+def test_a_call_that_is_cut_off_between_its_arguments_does_not_look_complete(format):
     text = written(format, ("run", {"command": "a", "n": 1, "yes": True}))
     for end in range(text.index("run") + 4, text.rindex("true")):
         cut = read(format, text[:end], is_complete=False).cut_call

@@ -89,9 +89,7 @@ def legal(matcher: Any) -> list[int]:
 
 @given(schema=VALUES, compact=st.booleans(), seed=st.integers(0, 2**32), length=st.integers(0, 30))
 @settings(derandomize=True, deadline=None, max_examples=60)
-def test_what_is_beyond_doubt_is_in_every_legal_text_and_all_that_is_proposed_is_legal(
-    schema: Any, compact: bool, seed: int, length: int
-) -> None:
+def test_what_is_beyond_doubt_is_in_every_legal_text_and_all_that_is_proposed_is_legal(schema, compact, seed, length):
     grammar, dice = Grammar.from_json_schema(schema, TOKENIZER, compact=compact), random.Random(seed)
     forced, matcher = grammar.forced_text(), grammar._start.deep_copy()
     for _ in range(length):
@@ -121,9 +119,7 @@ def assert_every_text_has(matcher: Any, tokens: Sequence[int]) -> None:
 
 @given(schema=VALUES, seed=st.integers(0, 2**32), cuts=st.lists(st.integers(1, 5), max_size=8))
 @settings(derandomize=True, deadline=None, max_examples=30)
-def test_it_is_the_same_after_tokens_of_the_text_and_after_the_same_that_were_drafted(
-    schema: Any, seed: int, cuts: list[int]
-) -> None:
+def test_it_is_the_same_after_tokens_of_the_text_and_after_the_same_that_were_drafted(schema, seed, cuts):
     grammar, dice, text = Grammar.from_json_schema(schema, TOKENIZER, compact=True), random.Random(seed), []
     matcher = grammar._start.deep_copy()
     while len(text) < sum(cuts) and not matcher.is_stopped():
@@ -170,16 +166,14 @@ FACTS = {"name": "Anna", "home": {"town": "Rome", "code": 7}, "kind": "small", "
         (2, (",", ":"), ["{", '\n  "name"', ':"Anna"', ",\n"], ""),
     ],
 )
-def test_blanks_are_those_that_the_text_had(
-    indent: int | None, separators: tuple[str, str], texts: list[str], expected: str
-) -> None:
+def test_blanks_are_those_that_the_text_had(indent, separators, texts, expected):
     grammar = Grammar.from_json_schema(SCHEMA, TOKENIZER)
     assert json.dumps(FACTS, indent=indent, separators=separators).startswith("".join(texts) + expected)
     assert forced_after(grammar, *texts) == expected
 
 
 @sweep("indent", [None, 2, 4, 7])
-def test_a_text_takes_few_passes_however_it_is_laid_out(indent: int | None) -> None:
+def test_a_text_takes_few_passes_however_it_is_laid_out(indent):
     text, forced = json.dumps(FACTS, indent=indent), Grammar.from_json_schema(SCHEMA, TOKENIZER).forced_text()
     tokens, num_passes = VOCABULARY.tokenize_str(text), 0
     while tokens:
@@ -202,7 +196,7 @@ def test_a_text_takes_few_passes_however_it_is_laid_out(indent: int | None) -> N
         ({}, False),
     ],
 )
-def test_the_blank_before_a_number_is_proposed_if_it_is_a_token_of_its_own(value: Any, is_number: bool) -> None:
+def test_the_blank_before_a_number_is_proposed_if_it_is_a_token_of_its_own(value, is_number):
     schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
     # This tokenizer has tokens of a blank and digits.
     assert len(VOCABULARY.tokenize_str(" 1")) == 1
@@ -221,7 +215,7 @@ def test_a_number_may_go_on_so_what_follows_it_is_in_doubt():
 
 
 @sweep("blanks", ["[ ]*", "[ \\n]*", "\\s{0,90}"])
-def test_where_any_number_of_blanks_is_allowed_none_is_guessed(blanks: str) -> None:
+def test_where_any_number_of_blanks_is_allowed_none_is_guessed(blanks):
     grammar = Grammar.from_regex(f"a{blanks}b", TOKENIZER)
     assert forced_after(grammar) == "a"
     assert forced_after(grammar, "a ") == forced_after(grammar, "a  ") == ""
@@ -244,7 +238,7 @@ class Counted:
         return getattr(self._matcher, name)
 
 
-def test_the_state_of_a_text_is_copied_only_after_drafted_tokens_were_rejected() -> None:
+def test_the_state_of_a_text_is_copied_only_after_drafted_tokens_were_rejected():
     grammar, copies = Grammar.from_json_schema(SCHEMA, TOKENIZER), list[None]()
     matcher: Any = Counted(grammar._start.deep_copy(), copies)
     forced, tokens = GrammarText(matcher, VOCABULARY), VOCABULARY.tokenize_str(json.dumps(FACTS))
@@ -261,7 +255,7 @@ def test_the_state_of_a_text_is_copied_only_after_drafted_tokens_were_rejected()
     assert 0 < len(copies) <= 1 + num_rejected
 
 
-def test_no_more_of_a_long_forced_text_is_looked_for_than_can_be_proposed() -> None:
+def test_no_more_of_a_long_forced_text_is_looked_for_than_can_be_proposed():
     text = '"' + "word and " * 1000 + '"'
     forced = Grammar.from_json_schema({"const": json.loads(text)}, TOKENIZER).forced_text()
     drafted: list[int] = []
@@ -286,7 +280,7 @@ def test_no_more_of_a_long_forced_text_is_looked_for_than_can_be_proposed() -> N
         ("漢字 (🙂|🙃)!", "漢字 🙂", "!"),
     ],
 )
-def test_it_begins_in_the_middle_of_a_word_or_character(pattern: str, before: str, expected: str) -> None:
+def test_it_begins_in_the_middle_of_a_word_or_character(pattern, before, expected):
     found = forced_after(Grammar.from_regex(pattern, TOKENIZER), before)
     assert found.rstrip("\N{REPLACEMENT CHARACTER}") == expected
 
@@ -305,7 +299,7 @@ def test_it_begins_in_the_middle_of_a_word_or_character(pattern: str, before: st
         (False, '{"name": "<thi', ""),
     ],
 )
-def test_while_a_model_reasons_nothing_is_forced_but_its_tags(is_thinking: bool, text: str, expected: str) -> None:
+def test_while_a_model_reasons_nothing_is_forced_but_its_tags(is_thinking, text, expected):
     tags = ("<think>", "</think>")
     written = reasoning_before(grammar_of_schema(SCHEMA), tokenizer=TOKENIZER, tags=tags, is_thinking=is_thinking)
     assert forced_after(Grammar(written, TOKENIZER), text) == expected

@@ -655,12 +655,12 @@ async def test_a_grammar_needs_the_end_of_the_text():
             rt.stream("x", logits_processors=[Grammar.from_regex("a+", rt.tokenizer)], ignore_eos=True)
 
 
-def test_data_in_a_schema_keeps_what_keywords_lose() -> None:
+def test_data_in_a_schema_keeps_what_keywords_lose():
     schema = {"anyOf": [{"const": {"format": "path", "uniqueItems": True}}, {"enum": [{"format": "x"}]}]}
     assert json.loads(grammar_of_schema(schema))["grammars"][0]["json_schema"]["anyOf"] == schema["anyOf"]
 
 
-def test_optional_properties_for_which_llguidance_takes_too_long_are_refused() -> None:
+def test_optional_properties_for_which_llguidance_takes_too_long_are_refused():
     properties: dict[str, Any] = {f"p{i}": {} for i in range(2001)}
     schema = {"items": {"type": "object", "properties": properties, "required": ["p0"]}}
     grammar_of_schema(schema)

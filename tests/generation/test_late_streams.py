@@ -105,9 +105,7 @@ async def cancel_and_begin(
         for draft, running in zip(["model", "ngram", "none"], ([(0, None), (3, None), (3, 1)] * 2)[i:], strict=False)
     ],
 )
-def test_what_begins_as_the_runtime_is_cancelled_finds_it_closed(
-    begin: Begin, draft: Drafter, num_before: int, max_streams: int | None
-) -> None:
+def test_what_begins_as_the_runtime_is_cancelled_finds_it_closed(begin, draft, num_before, max_streams):
     # In the middle of a long job; and at a moment at which jobs begin and end.
     for at, ticks in itertools.product((10.25, 24.0), range(-3, 12, 2)):
         run(
@@ -117,7 +115,7 @@ def test_what_begins_as_the_runtime_is_cancelled_finds_it_closed(
         )
 
 
-def test_a_stream_begun_during_the_last_job_hears_of_the_close() -> None:
+def test_a_stream_begun_during_the_last_job_hears_of_the_close():
     async def begin_after(seconds: float) -> None:
         async with trio.open_nursery() as nursery:
             simulations: list[Simulation] = []
@@ -141,7 +139,7 @@ def test_a_stream_begun_during_the_last_job_hears_of_the_close() -> None:
         run(begin_after, 13.0 + quarters / 4)
 
 
-def test_a_runtime_that_was_cancelled_before_its_block_began_takes_no_streams() -> None:
+def test_a_runtime_that_was_cancelled_before_its_block_began_takes_no_streams():
     async def cancelled_after(num_ticks: int, schedule: int) -> int:
         num_begun = 0
         with trio.CancelScope() as scope:
@@ -165,7 +163,7 @@ def test_a_runtime_that_was_cancelled_before_its_block_began_takes_no_streams() 
 # --- by its own method ---------------------------------------------------------------------------
 
 
-async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads() -> None:
+async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads():
     held = BlockingModel(target())
     closed: list[int] = []
     async with trio.open_nursery() as nursery:
@@ -199,7 +197,7 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
     await rt.aclose()
 
 
-async def test_cancelling_the_nursery_releases_whoever_closes() -> None:
+async def test_cancelling_the_nursery_releases_whoever_closes():
     async with trio.open_nursery() as nursery:
         rt = await nursery.start(runtime.keep_open, (target(), None))
         nursery.cancel_scope.cancel()

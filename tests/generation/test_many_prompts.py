@@ -57,7 +57,7 @@ async def assert_over(simulation: Simulation) -> None:
 STOPS = [token for token in range(64) if token % 4 == 0]
 
 
-async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
+async def test_one_by_one_they_come_as_they_finish(autojump_clock):
     expected = [continuation(prompt, 40, STOPS) for prompt in PROMPTS]
     assert len({len(text) for text in expected}) > 3
     async with simulated(ScriptedModel(truthful)) as simulation:
@@ -75,7 +75,7 @@ async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
 
 
 @sweep("max_concurrent", [1, 2, 5, 100])
-def test_concurrency_is_bounded_and_results_come_in_order(max_concurrent: int) -> None:
+def test_concurrency_is_bounded_and_results_come_in_order(max_concurrent):
     async def main(schedule: int) -> None:
         max_running = 0
 
@@ -96,7 +96,7 @@ def test_concurrency_is_bounded_and_results_come_in_order(max_concurrent: int) -
         run(main, schedule)
 
 
-async def test_eight_at_a_time_unless_told_otherwise(autojump_clock: Any) -> None:
+async def test_eight_at_a_time_unless_told_otherwise(autojump_clock):
     async with simulated(ScriptedModel(truthful)) as simulation:
         many = simulation.runtime.generate_many([[n] for n in range(20)], max_tokens=3)
         await trio.testing.wait_all_tasks_blocked()
@@ -104,7 +104,7 @@ async def test_eight_at_a_time_unless_told_otherwise(autojump_clock: Any) -> Non
         assert len(await many) == 20
 
 
-async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_clock: Any) -> None:
+async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_clock):
     async with simulated(*pair()) as simulation:
         many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
         completions = await many
@@ -137,9 +137,7 @@ class Taken:
 
 @sweep("waits_s", [0.0, 50.0])
 @sweep("max_concurrent", [1, 3, 100])
-async def test_prompts_may_come_from_an_async_iterable(
-    max_concurrent: int, waits_s: float, autojump_clock: Any
-) -> None:
+async def test_prompts_may_come_from_an_async_iterable(max_concurrent, waits_s, autojump_clock):
     async with simulated(*pair()) as simulation:
         prompts = Taken(len(PROMPTS), waits_s=waits_s).prompts()
         completions = await simulation.runtime.generate_many(prompts, max_concurrent=max_concurrent, **SETTINGS)
@@ -149,9 +147,7 @@ async def test_prompts_may_come_from_an_async_iterable(
 
 
 @sweep("is_async", [True, False])
-async def test_prompts_are_taken_and_generated_before_anybody_asks_but_only_so_many_ahead(
-    is_async: bool, autojump_clock: Any
-) -> None:
+async def test_prompts_are_taken_and_generated_before_anybody_asks_but_only_so_many_ahead(is_async, autojump_clock):
     async with simulated(ScriptedModel(truthful)) as simulation:
         taken = Taken(20)
         prompts = taken.prompts() if is_async else [[n] for n in range(20)]
@@ -173,7 +169,7 @@ async def test_prompts_are_taken_and_generated_before_anybody_asks_but_only_so_m
 
 
 @sweep("on_error", ["raise", "return"])
-async def test_an_iterable_that_raises_ends_all_with_its_error(on_error: Any, autojump_clock: Any) -> None:
+async def test_an_iterable_that_raises_ends_all_with_its_error(on_error, autojump_clock):
     async with simulated(ScriptedModel(truthful)) as simulation:
         prompts = Taken(fails_at=4).prompts()
         many = simulation.runtime.generate_many(prompts, max_concurrent=1, on_error=on_error, max_tokens=2)
@@ -183,7 +179,7 @@ async def test_an_iterable_that_raises_ends_all_with_its_error(on_error: Any, au
         await assert_over(simulation)
 
 
-async def test_a_prompt_of_an_async_iterable_is_checked_when_it_is_taken(autojump_clock: Any) -> None:
+async def test_a_prompt_of_an_async_iterable_is_checked_when_it_is_taken(autojump_clock):
     async def prompts() -> AsyncIterator[Any]:
         yield [1]
         yield []
@@ -253,9 +249,7 @@ async def in_a_nursery_that_fails() -> AsyncIterator[Any]:
         (in_a_nursery_that_fails, ExceptionGroup),
     ],
 )
-async def test_a_generator_may_have_scopes_and_nurseries_around_its_yield(
-    prompts: Any, ends: Any, autojump_clock: Any
-) -> None:
+async def test_a_generator_may_have_scopes_and_nurseries_around_its_yield(prompts, ends, autojump_clock):
     async with simulated(*pair()) as simulation:
         other = simulation.runtime.stream([2, 2], **SETTINGS)
         many = simulation.runtime.generate_many(prompts(), max_concurrent=2, **SETTINGS)
@@ -269,9 +263,7 @@ async def test_a_generator_may_have_scopes_and_nurseries_around_its_yield(
 
 
 @sweep("prompts", [in_a_scope, in_a_nursery, in_a_nursery_that_fails])
-async def test_a_generator_with_something_open_is_closed_when_it_is_left_early(
-    prompts: Any, autojump_clock: Any
-) -> None:
+async def test_a_generator_with_something_open_is_closed_when_it_is_left_early(prompts, autojump_clock):
     async with simulated(*pair()) as simulation:
         kept = prompts()
         async with simulation.runtime.generate_many(kept, max_concurrent=2, **SETTINGS):
@@ -286,7 +278,7 @@ async def test_a_generator_with_something_open_is_closed_when_it_is_left_early(
 
 @sweep("nth", [0, 2, 5])
 @sweep("bad", [[], [64], [-1], "text", 7, None, {"role": "user"}, [1, 2, 3, 4, 5, 6, 7, 8]])
-async def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: int, autojump_clock: Any) -> None:
+async def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad, nth, autojump_clock):
     target, draft = ScriptedModel(truthful, context_length=8), ScriptedModel(truthful)
     async with simulated(target, draft) as simulation:
         prompts = [*PROMPTS[:nth], bad, *PROMPTS[nth:]]
@@ -314,9 +306,7 @@ NO_NUMBER = "max_concurrent must be a whole number of at least 1"
         (PROMPTS, {"maxtokens": 3}, SettingsError, "maxtokens"),
     ],
 )
-async def test_what_will_not_do_is_refused_before_anything_begins(
-    prompts: Any, settings: Any, error: Any, message: str, autojump_clock: Any
-) -> None:
+async def test_what_will_not_do_is_refused_before_anything_begins(prompts, settings, error, message, autojump_clock):
     async with simulated(*pair()) as simulation:
         with pytest.raises(error, match=message):
             simulation.runtime.generate_many(prompts, **settings)
@@ -360,7 +350,7 @@ WAYS: list[Way] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cancel", WAYS)
-def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel: Way) -> None:
+def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel):
     async def main(at: float, price: Any) -> None:
         async with simulated(*pair(), price=price) as simulation:
             scope, due = trio.CancelScope(), trio.Event()
@@ -395,7 +385,7 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel: Way) -> None:
         run(main, at, prices[number % 2])
 
 
-async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) -> None:
+async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock):
     async with simulated(*pair()) as simulation:
         stream = simulation.runtime.stream([2, 2], **SETTINGS)
         async with simulation.runtime.generate_many(PROMPTS, **SETTINGS):
@@ -407,9 +397,7 @@ async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) 
 
 
 @sweep("nth_check", [1, 4, 9])
-async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_on(
-    nth_check: int, autojump_clock: Any
-) -> None:
+async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_on(nth_check, autojump_clock):
     async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
         found = await simulation.runtime.generate_many(PROMPTS, max_concurrent=3, on_error="return", **SETTINGS)
         (failed,) = [index for index, each in enumerate(found) if isinstance(each, RewindError)]
@@ -419,9 +407,7 @@ async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_o
 
 
 @sweep("on_error", ["raise", "return"])
-async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(
-    on_error: Any, autojump_clock: Any
-) -> None:
+async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(on_error, autojump_clock):
     async with simulated(ScriptedModel(truthful, fails={"feed": range(6, 1000)})) as simulation:
         with pytest.raises(RuntimeBrokenError) as caught:
             await simulation.runtime.generate_many(PROMPTS, on_error=on_error, **SETTINGS)
@@ -438,7 +424,7 @@ async def gathered(many: Completions) -> None:
 
 @sweep("consume", [gathered, read])
 @sweep("nth_check", [1, 4, 9])
-async def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int, autojump_clock: Any) -> None:
+async def test_the_first_that_fails_ends_all_with_its_error(consume, nth_check, autojump_clock):
     async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
         many = simulation.runtime.generate_many(PROMPTS, max_concurrent=3, **SETTINGS)
         with pytest.raises(RewindError, match=f"check {nth_check} failed") as caught:
@@ -454,7 +440,7 @@ async def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_ch
         await assert_over(simulation)
 
 
-def test_what_was_ready_before_a_failure_is_given_before_it() -> None:
+def test_what_was_ready_before_a_failure_is_given_before_it():
     async def count() -> int:
         async with simulated(ScriptedModel(truthful)) as simulation:
             await simulation.runtime.generate([5], max_tokens=2)
@@ -483,7 +469,7 @@ class Broken:
         raise LookupError("no such token")
 
 
-async def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime(autojump_clock: Any) -> None:
+async def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime(autojump_clock):
     async with simulated(*pair(), tokenizer=Broken()) as simulation:
         with pytest.raises(LookupError, match="no such token"):
             await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
@@ -493,9 +479,7 @@ async def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_run
 
 
 @sweep("at", [0.0, 9.25, 33.5, 1000.0])
-async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(
-    at: float, autojump_clock: Any
-) -> None:
+async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(at, autojump_clock):
     ends: list[str] = []
     begun = trio.Event()
 
@@ -530,7 +514,7 @@ async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_r
 # --- one reader -----------------------------------------------------------------------------------
 
 
-async def test_each_is_given_once_and_to_one_task(autojump_clock: Any) -> None:
+async def test_each_is_given_once_and_to_one_task(autojump_clock):
     async with simulated(*pair()) as simulation:
         begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
         for first, second in itertools.product((gathered, read), repeat=2):
@@ -553,7 +537,7 @@ async def test_each_is_given_once_and_to_one_task(autojump_clock: Any) -> None:
         assert len([index async for index, _ in many]) == 5
 
 
-async def test_one_that_was_closed_says_so_to_who_waits_in_another_task(autojump_clock: Any) -> None:
+async def test_one_that_was_closed_says_so_to_who_waits_in_another_task(autojump_clock):
     async with simulated(*pair()) as simulation:
         many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
 

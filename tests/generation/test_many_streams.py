@@ -115,9 +115,7 @@ def at_work(simulation: Simulation) -> list[int]:
 
 @pytest.mark.slow
 @sweep("num_streams, agreement, schedule", [(2, 0.7, 0), (2, 1.0, 1), (5, 0.0, 2), (5, 0.7, 1), (5, 1.0, 0)])
-async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
-    num_streams: int, agreement: float, schedule: int, autojump_clock: Any
-) -> None:
+async def test_no_stream_waits_for_more_than_one_turn_of_each_other(num_streams, agreement, schedule, autojump_clock):
     price = priced(prefill=16.0, draft=1.0)
     with Asked.noted() as asked:
         async with simulated(*pair(agreement), price=price, schedule=schedule, max_batch=1) as simulation:
@@ -154,9 +152,7 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     draft_step=st.sampled_from([0.25, 2.0, 16.0]),
     max_streams=st.sampled_from([None, 1, 2]),
 )
-def test_turns_go_round_and_texts_are_right_whoever_comes_when(
-    streams: list[tuple[dict[str, Any], int, int, float]], draft_step: float, max_streams: int | None
-) -> None:
+def test_turns_go_round_and_texts_are_right_whoever_comes_when(streams, draft_step, max_streams):
     async def main(asked: Asked) -> None:
         texts: dict[int, list[int]] = {}
         async with simulated(*pair(), price=priced(draft=draft_step), max_streams=max_streams) as simulation:
@@ -182,9 +178,7 @@ def test_turns_go_round_and_texts_are_right_whoever_comes_when(
 
 
 @sweep(("max_streams", "most"), [(1, 1), (2, 2), (3, 3), (None, 7)])
-async def test_no_more_streams_are_at_work_than_there_are_places(
-    max_streams: int | None, most: int, autojump_clock: Any
-) -> None:
+async def test_no_more_streams_are_at_work_than_there_are_places(max_streams, most, autojump_clock):
     async with simulated(*pair(), max_streams=max_streams) as simulation:
         rt = simulation.runtime
         streams = [rt.stream([n], max_tokens=10, **MIXED[n % 5]) for n in range(7)]
@@ -198,7 +192,7 @@ async def test_no_more_streams_are_at_work_than_there_are_places(
     assert opened == sorted(opened)
 
 
-async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_there_is_room(autojump_clock: Any) -> None:
+async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_there_is_room(autojump_clock):
     async with simulated(*pair(), max_streams=1) as simulation:
         first = simulation.runtime.stream([1], max_tokens=10, lookahead=2)
         second = simulation.runtime.stream([2], max_tokens=10, lookahead=2)
@@ -214,9 +208,7 @@ async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_ther
 
 
 @sweep("num_rounds", [10, BUFFERED_ROUNDS, BUFFERED_ROUNDS + 1])
-async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(
-    num_rounds: int, autojump_clock: Any
-) -> None:
+async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(num_rounds, autojump_clock):
     async with simulated(*pair(), max_streams=1) as simulation:
         unread = simulation.runtime.stream([1], max_tokens=num_rounds, lookahead=0)
         # What came last may not fit into the buffer of unread tokens.
@@ -225,7 +217,7 @@ async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_rea
 
 
 @sweep("way", ["aclose", "drop", "scope", "leave", "timeout"])
-async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way: str, autojump_clock: Any) -> None:
+async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way, autojump_clock):
     async with simulated(*pair(), max_streams=1) as simulation:
         rt = simulation.runtime
         first, last = rt.stream([1], max_tokens=20, lookahead=2), None
@@ -265,7 +257,7 @@ async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way: str, autoj
 
 
 @sweep("lookahead", [0, 2])
-def test_a_place_is_given_on_once_the_job_of_a_cancelled_stream_has_ended(lookahead: int) -> None:
+def test_a_place_is_given_on_once_the_job_of_a_cancelled_stream_has_ended(lookahead):
     async def cancel_after(delay: float) -> None:
         async with simulated(*pair(), max_streams=1, schedule=int(delay)) as simulation:
             first = simulation.runtime.stream([1] * 6, max_tokens=20, lookahead=lookahead, prefill_step_size=2)
@@ -282,7 +274,7 @@ def test_a_place_is_given_on_once_the_job_of_a_cancelled_stream_has_ended(lookah
         run(cancel_after, i * 6.25)
 
 
-async def test_leaving_the_runtime_tells_the_streams_that_wait(autojump_clock: Any) -> None:
+async def test_leaving_the_runtime_tells_the_streams_that_wait(autojump_clock):
     told = []
 
     async def wait(stream: runtime.TokenStream) -> None:
@@ -300,7 +292,7 @@ async def test_leaving_the_runtime_tells_the_streams_that_wait(autojump_clock: A
 
 
 @sweep("delay", [3.0, 5.0, 9.0, 20.0])
-async def test_cancelling_the_runtime_begins_no_stream_that_waits(delay: float, autojump_clock: Any) -> None:
+async def test_cancelling_the_runtime_begins_no_stream_that_waits(delay, autojump_clock):
     with trio.move_on_after(delay):
         async with simulated(*pair(), max_streams=1) as simulation, trio.open_nursery() as nursery:
             for n in range(4):
@@ -310,7 +302,7 @@ async def test_cancelling_the_runtime_begins_no_stream_that_waits(delay: float, 
     assert simulation.runtime.num_waiting == simulation.runtime.num_streams == 0
 
 
-async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock: Any) -> None:
+async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock):
     target = ScriptedModel(truthful, fails={"feed": range(4, 1000)})
     async with simulated(target, max_streams=1) as simulation:
         streams = [simulation.runtime.stream([n], max_tokens=30) for n in range(3)]
@@ -323,12 +315,12 @@ async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock
     ("options", "most"),
     [({}, 16), ({"max_batch": 9}, 9), ({"max_batch": 2}, 4), ({"max_batch": 1}, 4), ({"rewind": "trim"}, 4)],
 )
-async def test_as_many_streams_as_a_pass_takes_are_at_work_by_themselves(options: Any, most: int) -> None:
+async def test_as_many_streams_as_a_pass_takes_are_at_work_by_themselves(options, most):
     async with runtime.open((llama(), None), max_streams="auto", **options) as rt:
         assert rt.max_streams == most
 
 
-async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_rest(autojump_clock: Any) -> None:
+async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_rest(autojump_clock):
     num_tokens = BUFFERED_ROUNDS + 10
     async with simulated(ScriptedModel(truthful)) as simulation:
         stream = simulation.runtime.stream([1], max_tokens=num_tokens, lookahead=0)

@@ -120,9 +120,7 @@ INVOKE = (
         (kimi, "<|open|>response<|sep|>b<|close|>respond", "", "b<|close|>respond", []),
     ],
 )
-def test_messages_are_reasoning_content_and_calls(
-    new: Any, text: str, reasoning: str, content: str, calls: Any
-) -> None:
+def test_messages_are_reasoning_content_and_calls(new, text, reasoning, content, calls):
     for size in (1, 2, 3, 5, 11, len(text)):
         events, answer = events_of(new(), text, size), Answer()
         answer.add(events)
@@ -132,7 +130,7 @@ def test_messages_are_reasoning_content_and_calls(
         assert "".join(event.source for event in events) == text
 
 
-def test_each_cut_of_an_answer_gives_what_was_written_so_far() -> None:
+def test_each_cut_of_an_answer_gives_what_was_written_so_far():
     text = f"{ANALYSIS}Hm, a.{NEXT}{FINAL}Yes.{NEXT}{CALL}{ONE}"
     ends = [each.end() for each in re.finditer(r"<\|\w+\|>|.", text)]
     for end in ends[:-1]:
@@ -144,7 +142,7 @@ def test_each_cut_of_an_answer_gives_what_was_written_so_far() -> None:
             assert (answer.cut_call.name, answer.cut_call.arguments) == ("search", text[text.index(ONE) : end])
 
 
-def test_text_and_arguments_come_as_they_are_written() -> None:
+def test_text_and_arguments_come_as_they_are_written():
     reader, came = harmony(), []
     for piece in (f"{ANALYSIS}Hm", "!", NEXT + CALL, '{"a":', ' "x"', "}"):
         came.append([delta.text for delta in reader.add(piece)])
@@ -153,7 +151,7 @@ def test_text_and_arguments_come_as_they_are_written() -> None:
 
 
 @sweep("tags", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|inner_prefix|>", "<|inner_suffix|>")])
-def test_tags_that_are_special_tokens_mark_the_reasoning(tags: tuple[str, str]) -> None:
+def test_tags_that_are_special_tokens_mark_the_reasoning(tags):
     tokenizer = demo_with(*tags)
     for prompt, text in (("", f"{tags[0]}a{tags[1]}b"), (tags[0], f"a{tags[1]}b")):
         answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
@@ -177,7 +175,7 @@ LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name
         ('So {"name": "search", "parameters": {}} it is', 'So {"name": "search", "parameters": {}} it is', []),
     ],
 )
-def test_llamas_calls_have_no_markers_and_count_where_an_answer_begins(text: str, content: str, names: list[str]):
+def test_llamas_calls_have_no_markers_and_count_where_an_answer_begins(text, content, names):
     format = format_of(cast(Any, SimpleNamespace(chat_template=f"Respond in the format {LLAMA_WORDS}.")))
     for size in (1, 3, len(text)):
         events, answer = events_of(AnswerReader(format=format, tools=TOOLS), text, size), Answer()
@@ -224,7 +222,7 @@ def double(number: int) -> int:
     return 2 * number
 
 
-async def test_a_conversation_calls_tools_and_keeps_reasoning_apart() -> None:
+async def test_a_conversation_calls_tools_and_keeps_reasoning_apart():
     async with runtime.open(target()) as rt:
         processor = says(tokenizer(), LOOKED_UP + DOUBLES, LOOKED_UP + SAID, lead="<|start|>assistant")
         conversation = rt.conversation(tools=[double], logits_processors=(processor,), max_tokens=80)
@@ -236,7 +234,7 @@ async def test_a_conversation_calls_tools_and_keeps_reasoning_apart() -> None:
         assert (said["content"], said["reasoning_content"]) == ("It is 8, so 8.", "Look it up.")
 
 
-async def test_a_stream_marks_the_reasoning_and_stops_in_the_content() -> None:
+async def test_a_stream_marks_the_reasoning_and_stops_in_the_content():
     async with runtime.open(target()) as rt:
         processor = says(tokenizer(), LOOKED_UP + SAID.replace("8,", "it,"), lead="<|start|>assistant")
         settings: Any = {"logits_processors": (processor,), "max_tokens": 80}
@@ -259,7 +257,7 @@ async def test_a_stream_marks_the_reasoning_and_stops_in_the_content() -> None:
         (DOUBLES.replace("4", '"four"'), "required", False),
     ],
 )
-def test_a_grammar_holds_the_model_to_calls_in_their_channel(text: str, choice: str, is_allowed: bool) -> None:
+def test_a_grammar_holds_the_model_to_calls_in_their_channel(text, choice, is_allowed):
     properties = {"number": {"type": "integer"}}
     function = {"name": "double", "strict": True, "parameters": {"type": "object", "properties": properties}}
     tools, format = tools_of([function], choice), format_of(tokenizer())

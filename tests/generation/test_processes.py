@@ -331,15 +331,15 @@ def is_one_traceback_of(error: str, errors: str) -> bool:
 
 
 @pytest.mark.parametrize(("way", "said"), [("one_after_another", ["24", "8", "24", "24"]), ("left_open", ["24"])])
-def test_a_process_that_ends_well_says_nothing_odd(way: str, said: list[str], tmp_path: Path) -> None:
+def test_a_process_that_ends_well_says_nothing_odd(way, said, tmp_path):
     assert end_of(way, tmp_path) == Ended(0, said, "")
 
 
-def test_a_process_that_exits_in_mid_stream_has_the_status_it_asked_for(tmp_path: Path) -> None:
+def test_a_process_that_exits_in_mid_stream_has_the_status_it_asked_for(tmp_path):
     assert end_of("exit_in_the_body", tmp_path) == Ended(3, [], "")
 
 
-def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(tmp_path: Path) -> None:
+def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(tmp_path):
     error = "protocol.errors.RuntimeBrokenError: the target model failed, and the runtime with it: no such kernel"
     ended = end_of("a_target_that_fails", tmp_path)
     assert ended.status == 1
@@ -358,9 +358,7 @@ def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(tmp_path: Pa
         ("asyncio_interrupted", ("target", "IN_DECODE"), "in a forward pass; Ctrl-C; interrupted; go on", []),
     ],
 )
-def test_an_interrupted_process_finishes_its_pass_and_dies_of_it(
-    way: str, held: tuple[str, str], steps: str, said: list[str], tmp_path: Path
-) -> None:
+def test_an_interrupted_process_finishes_its_pass_and_dies_of_it(way, held, steps, said, tmp_path):
     ended = end_of(way, tmp_path, *held, steps=steps)
     # A process that dies of Ctrl-C tells its parent so; then a shell's loop stops with it.
     assert (ended.status, ended.said) == (-signal.SIGINT, said)

@@ -64,7 +64,7 @@ MODELS: dict[str, Any] = {
         *((named, ("plain", "looked up")[i % 2]) for i, named in enumerate([*MODELS][::2])),
     ],
 )
-async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: str) -> None:
+async def test_a_text_goes_on_as_in_mlx_lm(tmp_path, named, drafted):
     make, options = MODELS[named]
     model = make()
     file = cache_prompt(tmp_path / "prompt.safetensors", model, **options)
@@ -77,9 +77,7 @@ async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: 
     assert await continued(file, model, draft, options=options, lookahead=lookahead) == expected
 
 
-async def test_a_file_is_continued_as_often_as_one_likes_and_beside_other_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_is_continued_as_often_as_one_likes_and_beside_other_texts(tmp_path, monkeypatch):
     monkeypatch.setattr(PrefillChunkSize, "__call__", lambda _: 512)  # all prompts fit into one pass
     model = llama()
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
@@ -91,7 +89,7 @@ async def test_a_file_is_continued_as_often_as_one_likes_and_beside_other_texts(
         assert [[token.id for token in text.tokens] for text in texts] == [expected, other, expected, other]
 
 
-async def test_penalties_see_what_they_see_in_mlx_lm(tmp_path: Path) -> None:
+async def test_penalties_see_what_they_see_in_mlx_lm(tmp_path):
     model = llama()
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
     processors = make_logits_processors(repetition_penalty=1.4, repetition_context_size=100)
@@ -102,7 +100,7 @@ async def test_penalties_see_what_they_see_in_mlx_lm(tmp_path: Path) -> None:
     assert await continued(file, model, (near(model, noise=0.1), None), **settings) == expected
 
 
-async def test_a_drafter_proposes_though_it_has_not_read_what_is_cached(tmp_path: Path) -> None:
+async def test_a_drafter_proposes_though_it_has_not_read_what_is_cached(tmp_path):
     model = llama()
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
     async with runtime.open((model, None), draft="ngram") as rt:
@@ -112,9 +110,7 @@ async def test_a_drafter_proposes_though_it_has_not_read_what_is_cached(tmp_path
 
 
 @sweep(("kind", "is_hybrid"), [("eagle3", True), ("dflash", False)])
-async def test_a_trained_drafter_gets_the_features_of_the_text_after_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_hybrid: bool
-) -> None:
+async def test_a_trained_drafter_gets_the_features_of_the_text_after_the_file(tmp_path, monkeypatch, kind, is_hybrid):
     folder = tmp_path / "drafter"
     model = make(kind, folder, is_hybrid=is_hybrid, vocab_size=64)
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
@@ -142,7 +138,7 @@ async def test_a_trained_drafter_gets_the_features_of_the_text_after_the_file(
         assert mx.allclose(features, whole[start : start + features.shape[0]], atol=1e-4)
 
 
-async def test_the_context_holds_what_is_cached_too(tmp_path: Path) -> None:
+async def test_the_context_holds_what_is_cached_too(tmp_path):
     model = llama(max_position_embeddings=len(CACHED) + len(SUFFIX) + 4)
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
     assert len(await continued(file, model)) == 4
@@ -155,7 +151,7 @@ async def test_the_context_holds_what_is_cached_too(tmp_path: Path) -> None:
             rt.stream([1], prompt_cache_file=file)
 
 
-async def test_what_fails_is_said_of_the_stream_alone(tmp_path: Path) -> None:
+async def test_what_fails_is_said_of_the_stream_alone(tmp_path):
     model = llama()
     file = cache_prompt(tmp_path / "prompt.safetensors", llama(num_key_value_heads=2))
     async with runtime.open((model, None)) as rt:
@@ -168,7 +164,7 @@ async def test_what_fails_is_said_of_the_stream_alone(tmp_path: Path) -> None:
 
 
 @sweep("named", MODELS)
-def test_the_header_says_what_is_in_the_file(tmp_path: Path, named: str) -> None:
+def test_the_header_says_what_is_in_the_file(tmp_path, named):
     make, options = MODELS[named]
     model = make()
     found = read_header(cache_prompt(tmp_path / "prompt.safetensors", model, **options))
@@ -177,7 +173,7 @@ def test_the_header_says_what_is_in_the_file(tmp_path: Path, named: str) -> None
     assert (found.model, found.tokenizer_config) == ("org/model", {"eos_token": "w7"})
 
 
-async def test_quantised_caches_need_a_target_that_quantises_likewise(tmp_path: Path) -> None:
+async def test_quantised_caches_need_a_target_that_quantises_likewise(tmp_path):
     make, options = MODELS["a quantised cache"]
     file = cache_prompt(tmp_path / "prompt.safetensors", make(), **options)
     async with runtime.open((make(), None)) as rt:
@@ -202,7 +198,7 @@ def _no_caches() -> bytes:
         (None, "cannot read the prompt cache file"),
     ],
 )
-async def test_a_file_that_is_none_is_refused_before_any_work(tmp_path: Path, content: bytes | None, said: str) -> None:
+async def test_a_file_that_is_none_is_refused_before_any_work(tmp_path, content, said):
     file = tmp_path / "prompt.safetensors"
     if content is not None:
         file.write_bytes(content)
@@ -213,7 +209,7 @@ async def test_a_file_that_is_none_is_refused_before_any_work(tmp_path: Path, co
             rt.stream(SUFFIX, prompt_cache_file=file, reuse_prefix=True)
 
 
-async def test_a_file_that_is_cut_off_ends_its_stream(tmp_path: Path) -> None:
+async def test_a_file_that_is_cut_off_ends_its_stream(tmp_path):
     file = cache_prompt(tmp_path / "prompt.safetensors", llama())
     file.write_bytes(file.read_bytes()[:-100])
     async with runtime.open((llama(), None)) as rt:

@@ -64,7 +64,7 @@ class Passes:
 
 
 @sweep("name", SUBJECTS)
-async def test_scores_are_those_of_mlx_lms_logits(name: str) -> None:
+async def test_scores_are_those_of_mlx_lms_logits(name):
     num_prompt, num_tokens = 21, 12
     expected = reference(name, num_prompt, num_tokens)
     tokens = TEXT[num_prompt : num_prompt + num_tokens]
@@ -85,12 +85,12 @@ async def test_scores_are_those_of_mlx_lms_logits(name: str) -> None:
     assert (score.num_prompt_tokens, score.cached_tokens, without.cached_tokens) == (num_prompt, 0, 0)
 
 
-def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
+def test_a_perplexity_that_no_float_holds_is_infinite():
     tokens = (ScoredToken(1, "a", -1000.0, False, 2), ScoredToken(2, "b", -900.0, False, 2))
     assert Score(tokens, 1).perplexity == math.inf
 
 
-async def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_decoded(autojump_clock: Any) -> None:
+async def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_decoded(autojump_clock):
     class Counting(Letters):
         """Counts the calls between two steps of tasks."""
 
@@ -115,7 +115,7 @@ async def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_
 
 
 @sweep("bound", ["prefill_step_size", "logits of a pass"])
-async def test_long_texts_are_read_in_passes_of_bounded_size(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_are_read_in_passes_of_bounded_size(bound, monkeypatch):
     whole, passes = prompt_of(60), Passes()
     defaults = {"prefill_step_size": 8} if bound == "prefill_step_size" else {}
     async with runtime.open((target(), None)) as rt:
@@ -129,7 +129,7 @@ async def test_long_texts_are_read_in_passes_of_bounded_size(bound: str, monkeyp
 
 
 @sweep("num_top", [1, 3, 5, 9])
-def test_of_equally_likely_tokens_the_lower_ids_come_first(num_top: int) -> None:
+def test_of_equally_likely_tokens_the_lower_ids_come_first(num_top):
     row = [0.0, 2.0, -math.inf, 2.0, 1.0]
     (score,) = token_scores(mx.array([row]), [4], num_top)
     assert [id for id, _ in score.top][: min(num_top, 4)] == [1, 3, 4, 0][:num_top]
@@ -141,7 +141,7 @@ def test_of_equally_likely_tokens_the_lower_ids_come_first(num_top: int) -> None
 
 
 @sweep("make_model", [llama, gemma3_text, mamba])
-async def test_continuations_of_one_prompt_read_it_once(make_model: Any) -> None:
+async def test_continuations_of_one_prompt_read_it_once(make_model):
     passes = Passes()
     async with runtime.open((make_model(), None)) as rt:
         expected = await rt.score(PROMPT, CONTINUATION, reuse_prefix=False)
@@ -154,7 +154,7 @@ async def test_continuations_of_one_prompt_read_it_once(make_model: Any) -> None
     assert logprobs(score) == pytest.approx(logprobs(expected), abs=ATOL)
 
 
-async def test_streams_and_scores_reuse_what_the_other_has_read() -> None:
+async def test_streams_and_scores_reuse_what_the_other_has_read():
     async with runtime.open((target(), None), (drafter(), None)) as rt:
         await rt.score(PROMPT, CONTINUATION)
         completion = await rt.generate([*PROMPT, *CONTINUATION], max_tokens=12, reuse_prefix=True)
@@ -176,7 +176,7 @@ def lm_eval_pair(context: str, continuation: str) -> tuple[list[int], list[int]]
     return encode(context), encode(context + continuation)[len(encode(context)) :]
 
 
-async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does() -> None:
+async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
         for prompt, continuation in [
             ("def add(a, b):", " return a + b"),
@@ -221,7 +221,7 @@ NOT_SCORED: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-async def test_what_cannot_be_scored_is_told_before_any_pass() -> None:
+async def test_what_cannot_be_scored_is_told_before_any_pass():
     passes = Passes()
     async with runtime.open((target(), None), trace=passes) as rt:
         for prompt, continuation, error, message in NOT_SCORED:
@@ -231,7 +231,7 @@ async def test_what_cannot_be_scored_is_told_before_any_pass() -> None:
     assert passes.num_tokens == []
 
 
-async def test_texts_that_cannot_be_scored() -> None:
+async def test_texts_that_cannot_be_scored():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
         with pytest.raises(runtime.PromptError, match="as a continuation, the prompt is empty"):
             await rt.score("x", "")
@@ -244,7 +244,7 @@ async def test_texts_that_cannot_be_scored() -> None:
             await rt.score("x", " y", logprobs=129)
 
 
-async def test_a_text_that_just_fits_is_scored_until_the_runtime_closes() -> None:
+async def test_a_text_that_just_fits_is_scored_until_the_runtime_closes():
     async with runtime.open((target(), None)) as rt:
         assert len((await rt.score([1] * 500, [2] * 12)).tokens) == 12
     with pytest.raises(runtime.RuntimeClosedError, match="this runtime was closed"):
@@ -259,14 +259,14 @@ class Poisoned(Wrapped):
         return mx.where((inputs == 13)[..., None], mx.nan, logits)
 
 
-async def test_logits_that_are_no_numbers_end_the_score_and_no_stream() -> None:
+async def test_logits_that_are_no_numbers_end_the_score_and_no_stream():
     async with runtime.open((Poisoned(llama()), None)) as rt:
         with pytest.raises(runtime.NotANumberError, match="for the token at position 4;"):
             await rt.score([1, 2], [3, 13, 5])
         assert len((await rt.score([1, 2], [3, 5, 13])).tokens) == 3
 
 
-async def test_a_target_that_fails_ends_the_score_with_its_error() -> None:
+async def test_a_target_that_fails_ends_the_score_with_its_error():
     model = Failing(llama())
     async with runtime.open((model, None)) as rt:
         model.fails = True
@@ -277,7 +277,7 @@ async def test_a_target_that_fails_ends_the_score_with_its_error() -> None:
 # --- beside streams, and cancelled ------------------------------------------------------------------
 
 
-async def test_scores_and_streams_at_the_same_time_have_each_their_own() -> None:
+async def test_scores_and_streams_at_the_same_time_have_each_their_own():
     async with runtime.open((target(), None), (drafter(), None)) as rt:
         expected = logprobs(await rt.score(PROMPT, CONTINUATION, reuse_prefix=False))
         async with trio.open_nursery() as nursery:
@@ -294,7 +294,7 @@ async def test_scores_and_streams_at_the_same_time_have_each_their_own() -> None
                 nursery.start_soon(score)
 
 
-async def test_a_score_waits_for_its_turn_among_the_streams() -> None:
+async def test_a_score_waits_for_its_turn_among_the_streams():
     model = BlockingModel(llama())
     async with runtime.open((model, None), max_streams=1) as rt:
         with released_on_exit(model):
@@ -328,7 +328,7 @@ class CancelAt:
             self.scope.cancel()
 
 
-async def test_cancelling_at_any_event_leaves_the_runtime_in_order() -> None:
+async def test_cancelling_at_any_event_leaves_the_runtime_in_order():
     for nth in itertools.count(1):
         trace = CancelAt(nth)
         async with runtime.open((target(), None), defaults={"prefill_step_size": 16}, trace=trace) as rt:
@@ -345,7 +345,7 @@ async def test_cancelling_at_any_event_leaves_the_runtime_in_order() -> None:
     assert nth > 5
 
 
-async def test_closing_the_runtime_ends_a_score() -> None:
+async def test_closing_the_runtime_ends_a_score():
     model = BlockingModel(llama())
     async with runtime.open((model, None)) as rt:
         with released_on_exit(model):
@@ -365,7 +365,7 @@ async def test_closing_the_runtime_ends_a_score() -> None:
 
 
 @on_every_face
-async def test_scores_are_the_models_on_every_face(open: Any) -> None:
+async def test_scores_are_the_models_on_every_face(open):
     logits = target()(mx.array([[*PROMPT, *CONTINUATION]])).astype(mx.float32)[0, len(PROMPT) - 1 : -1]
     rows = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
     async with within(open((target(), None))) as rt:
@@ -378,7 +378,7 @@ async def test_scores_are_the_models_on_every_face(open: Any) -> None:
 
 
 @on_asyncio
-async def test_cancelling_a_score_in_asyncio_frees_it() -> None:
+async def test_cancelling_a_score_in_asyncio_frees_it():
     model = BlockingModel(llama())
     async with runtime.aio.open((model, None)) as rt:
         with released_on_exit(model):

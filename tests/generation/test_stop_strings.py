@@ -88,7 +88,7 @@ SOME_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), SOME_STOPS)
 @settings(deadline=None, derandomize=True, max_examples=100)
-def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces, stops):
     matcher, given_text, text = StopMatcher(stops), "", ""
     beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
     for piece in pieces:
@@ -117,15 +117,13 @@ def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces:
         (["aaa"], "aabaaa", "aab", "aaa"),
     ],
 )
-def test_the_first_token_that_completes_one_decides_then_where_it_begins_then_the_order(
-    stops: list[str], pieces: Sequence[str], expected: str, found: str
-) -> None:
+def test_the_first_token_that_completes_one_decides_then_where_it_begins_then_the_order(stops, pieces, expected, found):
     matcher = StopMatcher(stops)
     assert "".join(matcher.add(piece) for piece in pieces) == expected
     assert matcher.found == found
 
 
-def test_what_lies_ahead_is_searched_and_given_only_where_the_text_ends() -> None:
+def test_what_lies_ahead_is_searched_and_given_only_where_the_text_ends():
     matcher = StopMatcher(["stop"])
     assert matcher.add("a", ahead="bst") == "a"
     assert matcher.add("", ahead="bsto") == ""
@@ -146,9 +144,7 @@ STOPS = st.lists(st.text("aab é🙂中\u0301\ufffd", min_size=1, max_size=4), m
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.sets(st.integers(0, 3), max_size=1))
 @settings(deadline=None, derandomize=True, max_examples=120)
-def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
-    tokens: list[int], stops: list[str], ends: set[int]
-) -> None:
+def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(tokens, stops, ends):
     if len(found := [i for i, token in enumerate(tokens) if token in ends]) > 0:
         del tokens[found[0] + 1 :]  # the end of the text
     table = Bytes(PARTS)
@@ -157,9 +153,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.data())
 @settings(deadline=None, derandomize=True, max_examples=80)
-def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
-    tokens: list[int], stops: list[str], data: st.DataObject
-) -> None:
+def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(tokens, stops, data):
     is_over = data.draw(st.booleans())
     borders = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=5)) if len(tokens) > 1 else [])
     find, table, decided = StopFinder(Bytes(PARTS), opened(stops)), Bytes(PARTS), None
@@ -177,7 +171,7 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 
 
 @sweep("kind", ["fast", "slow"])
-def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: str) -> None:
+def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind):
     tokenizer = demo() if kind == "fast" else DecodeOnly(demo())
     single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
     any_token = st.integers(1, len(demo().get_vocab()) - 1)
@@ -194,7 +188,7 @@ def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: 
     compare()
 
 
-def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time() -> None:
+def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time():
     """Of whole characters: a broken one would take back what was readable before."""
     vocabulary = byte_fallback().get_vocab()
     emoji = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
@@ -239,7 +233,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 @pytest.mark.slow
 @sweep(("lookahead", "sampling"), [(0, {}), (3, {"temperature": 1.0, "seed": 5}), ("auto", {})])
-async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: Any, sampling: Any) -> None:
+async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead, sampling):
     """For each token, a string that is completed by it: within the token, across tokens, and across rounds."""
     settings = {"max_tokens": 24, "lookahead": lookahead, **sampling}
     draw = random.Random(0)
@@ -262,7 +256,7 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=16), st.lists(st.text("abc🙂中é", min_size=1, max_size=3)))
 @settings(deadline=None, derandomize=True, max_examples=100)
-def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int], stops: list[str]) -> None:
+def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens, stops):
     text, given_text = GrowingText(byte_level(), opened(stops)), ""
     assert text.tail == ""
     for n, token in enumerate(tokens, start=1):
@@ -275,7 +269,7 @@ def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int
 
 
 @sweep("way", ["break", "aclose", "cancel", "failure"])
-async def test_a_broken_off_stream_has_the_rest_in_its_tail(way: str) -> None:
+async def test_a_broken_off_stream_has_the_rest_in_its_tail(way):
     tails = set()
     async with runtime.open(*tiny_pair()) as rt:
         whole = await rt.generate(PROMPT, max_tokens=24)
@@ -318,7 +312,7 @@ async def test_a_broken_off_stream_has_the_rest_in_its_tail(way: str) -> None:
 
 
 @sweep("lookahead", [0, 3])
-async def test_the_last_token_may_complete_a_stop_string_and_half_a_character_is_no_text(lookahead: Any) -> None:
+async def test_the_last_token_may_complete_a_stop_string_and_half_a_character_is_no_text(lookahead):
     decode = byte_level().decode
     async with runtime.open(*tiny_pair()) as rt:
         tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead)).tokens)
@@ -341,7 +335,7 @@ async def test_the_last_token_may_complete_a_stop_string_and_half_a_character_is
 
 
 @sweep("lookahead", [0, 3])
-async def test_a_stop_string_leaves_the_log_probabilities_of_the_tokens_before(lookahead: Any) -> None:
+async def test_a_stop_string_leaves_the_log_probabilities_of_the_tokens_before(lookahead):
     settings: dict[str, Any] = {"max_tokens": 16, "lookahead": lookahead, "logprobs": 2}
     async with runtime.open(*tiny_pair()) as rt:
         whole = await rt.generate(PROMPT, **settings)
@@ -380,8 +374,8 @@ TEXT = OneLetterTokenizer().decode(TOKENS)
 )
 @sweep("lookahead", [0, 3])
 async def test_a_reason_is_what_the_user_named(
-    settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int, autojump_clock: Any
-) -> None:
+    settings, finish_reason, stop_reason, num_tokens, lookahead, autojump_clock
+):
     async with scripted_letters("right", tokenizer=OneLetterTokenizer([TOKENS[7]])) as simulation:
         completion = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=lookahead, **settings)
         assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
@@ -427,7 +421,7 @@ def assert_idle_after_the_stop(simulation: Simulation) -> None:
 @pytest.mark.slow
 @sweep("price", PRICES)
 @sweep(("draft", "lookahead"), [*DRAFTS, *QUITTERS])
-def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookahead: Any, price: str) -> None:
+def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft, lookahead, price):
     async def main(num_tokens: int, length: int) -> None:
         stop = TEXT[max(0, num_tokens - length) : num_tokens]
         async with scripted_letters(draft, price) as simulation:
@@ -443,7 +437,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
 
 @pytest.mark.slow
 @sweep(("draft", "lookahead", "price"), [(*each, price) for each, price in zip(DRAFTS, [*PRICES] * 3, strict=True)])
-def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:
+def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft, lookahead, price):
     async def counts(**settings: Any) -> list[int]:
         async with scripted_letters(draft, price) as simulation:
             generated = (await simulation.runtime.generate(DISTINCT, lookahead=lookahead, **settings)).statistics
@@ -457,7 +451,7 @@ def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, look
             assert run(lambda s=stop: counts(stop=s)) == by_token
 
 
-async def test_a_stop_string_inside_a_proposal_cuts_it(autojump_clock: Any) -> None:
+async def test_a_stop_string_inside_a_proposal_cuts_it(autojump_clock):
     async with scripted_letters("right") as simulation:
         completion = await simulation.runtime.generate(DISTINCT, lookahead=5, stop=TEXT[6:8])
         assert completion.text == TEXT[:6]
@@ -468,7 +462,7 @@ async def test_a_stop_string_inside_a_proposal_cuts_it(autojump_clock: Any) -> N
         assert (statistics.rounds, statistics.accepted, statistics.bonus, statistics.rejected) == (2, 7, 1, 0)
 
 
-async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autojump_clock: Any) -> None:
+async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autojump_clock):
     stop = TEXT[2:5] + "☂"
     async with scripted_letters() as simulation:
         stream = simulation.runtime.stream(DISTINCT, max_tokens=7, stop=stop)
@@ -477,9 +471,7 @@ async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autoj
 
 
 @sweep("lookahead", [0, 3])
-async def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
-    lookahead: int, caplog: pytest.LogCaptureFixture, autojump_clock: Any
-) -> None:
+async def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(lookahead, caplog, autojump_clock):
     async with scripted_letters("right", tokenizer=OneLetterTokenizer(fails_at=TOKENS[5])) as simulation:
         stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
         got: list[int] = []
@@ -495,7 +487,7 @@ async def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
 # --- bad input ------------------------------------------------------------------------------------
 
 
-async def test_without_a_tokenizer_there_is_no_text_to_stop_at(autojump_clock: Any) -> None:
+async def test_without_a_tokenizer_there_is_no_text_to_stop_at(autojump_clock):
     async with simulated(ScriptedModel(truthful)) as simulation:
         with pytest.raises(SettingsError, match=r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"):
             simulation.runtime.stream(DISTINCT, stop="x")
@@ -539,9 +531,7 @@ WHOLE: Any = None  # nothing is found
         ({"format": "glm47"}, f"{GLM_CALL}b 9.8", "9.8", f"{GLM_CALL}b ", "9.8"),
     ],
 )
-def test_stop_strings_are_found_in_the_content_alone(
-    options: Any, text: str, stops: str | list[str], given: str | None, found: str | None
-) -> None:
+def test_stop_strings_are_found_in_the_content_alone(options, text, stops, given, found):
     format = call_format(options["format"]) if "format" in options else None
     for size in (1, 2, 3, 7, len(text)):
         reader = AnswerReader(tags=TAGS, is_thinking="is_thinking" in options, format=format, tools=TOOLS)
@@ -555,7 +545,7 @@ def test_stop_strings_are_found_in_the_content_alone(
         assert search.withheld == ""
 
 
-def test_only_what_may_become_a_stop_string_a_tag_or_a_call_is_withheld() -> None:
+def test_only_what_may_become_a_stop_string_a_tag_or_a_call_is_withheld():
     search = ContentStops(["9.8"], AnswerReader(tags=TAGS, format=call_format("glm47"), tools=TOOLS))
     for piece, shown in (
         ("<th", ""),
@@ -570,7 +560,7 @@ def test_only_what_may_become_a_stop_string_a_tag_or_a_call_is_withheld() -> Non
 
 @sweep("draft", ["ngram", "model", None])
 @sweep(("template", "lead"), [(THINKING_TEMPLATE, ""), (BEGUN_TEMPLATE, "<think>\n")])
-async def test_a_stop_string_in_the_reasoning_ends_no_stream(template: str, lead: str, draft: str | None) -> None:
+async def test_a_stop_string_in_the_reasoning_ends_no_stream(template, lead, draft):
     said = "The cat, the dog, the cat.</think>\n\nIt is the dog, the cat."
     processor = says(tokenizer(template, thinks=True), said if lead else f"<think>{said}", lead=lead)
     target, drafter = pair(thinks=True, template=template)

@@ -104,7 +104,7 @@ ARGUMENTS = ['{"city": "Lis', "[1]", "null", '"x"', "{} trailing", "", "   ", "5
 @sweep("tools", [None, TOOLS])
 @sweep("chat", CHATS)
 @sweep("family", TEMPLATES)
-def test_every_family_takes_every_chat_and_keeps_its_texts(family: str, chat: str, tools: Any) -> None:
+def test_every_family_takes_every_chat_and_keeps_its_texts(family, chat, tools):
     messages, words = CHATS[chat]
     before = json.dumps(messages)
     text = render_chat_template(messages, templated(TEMPLATES[family]), tools=tools)
@@ -122,7 +122,7 @@ def test_every_family_takes_every_chat_and_keeps_its_texts(family: str, chat: st
 @sweep("tools", [None, TOOLS])
 @sweep("chat", CHATS)
 @sweep("family", TEMPLATES)
-def test_what_a_template_takes_whole_is_rendered_as_it_is(family: str, chat: str, tools: Any) -> None:
+def test_what_a_template_takes_whole_is_rendered_as_it_is(family, chat, tools):
     messages, words = CHATS[chat]
     tokenizer = templated(TEMPLATES[family])
     try:
@@ -138,7 +138,7 @@ def test_what_a_template_takes_whole_is_rendered_as_it_is(family: str, chat: str
 
 @sweep("arguments", ARGUMENTS)
 @sweep("family", TEMPLATES)
-def test_a_malformed_call_stays_beside_a_good_one(family: str, arguments: Any) -> None:
+def test_a_malformed_call_stays_beside_a_good_one(family, arguments):
     """local-inference-lab/vllm #684."""
     messages = [
         user("one"),
@@ -167,25 +167,25 @@ TOOLS_TO_FILL = [
 
 @sweep("given", TOOLS_TO_FILL)
 @sweep("family", ["gpt-oss", "hermes", "seed-oss", "chatml"])
-def test_tools_are_filled_where_a_template_cannot_do_without(family: str, given: Any) -> None:
+def test_tools_are_filled_where_a_template_cannot_do_without(family, given):
     assert "look" in render_chat_template([user("one")], templated(TEMPLATES[family]), tools=[given])
 
 
 @sweep("continues", [True, False])
-def test_a_system_message_stays_in_a_chat_that_ends_with_an_answer(continues: bool) -> None:
+def test_a_system_message_stays_in_a_chat_that_ends_with_an_answer(continues):
     chat = [system(), user("one"), {**says("two"), "tool_calls": [], "prefix": continues}]
     text = render_chat_template(chat, templated(NEMO))
     assert -1 < text.find("first") < text.find("one") < text.find("two")
 
 
 @sweep("family", TEMPLATES)
-def test_repairs_for_an_error_keep_a_call_whose_words_are_elsewhere_too(family: str) -> None:
+def test_repairs_for_an_error_keep_a_call_whose_words_are_elsewhere_too(family):
     chat = [system("in Lima"), user("to Lima"), calls(FINE)]
     text = render_chat_template(chat, templated(TEMPLATES[family]))
     assert text.count("Lima") == 3
 
 
-def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them() -> None:
+def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them():
     chat = [
         *(user("one"), calls(FINE, '{"city": "Lis', content="beside"), result("sunny"), result("bad", "callid002")),
         *(says("two"), user("three"), calls("{}")),
@@ -199,7 +199,7 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them()
     )
 
 
-def test_calls_of_no_known_format_are_written_as_json_where_the_template_leaves_them_out() -> None:
+def test_calls_of_no_known_format_are_written_as_json_where_the_template_leaves_them_out():
     without_format = templated(TEMPLATES["lfm2"].replace("<|tool_list_start|>", ""))
     written = '{"name": "look", "arguments": {"city": "Lima"}}'
     assert (
@@ -207,14 +207,14 @@ def test_calls_of_no_known_format_are_written_as_json_where_the_template_leaves_
     )
 
 
-def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:
+def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken():
     chat = [user("one"), calls(FINE, content="two", reasoning_content="why"), result("sunny")]
     text = render_chat_template(chat, templated(TEMPLATES["gpt-oss"]), tools=TOOLS)
     assert "why\n\ntwo" in text
     assert f"<call>look{FINE}</call>" in text
 
 
-def test_short_ids_are_the_same_for_call_and_result_and_in_the_next_request() -> None:
+def test_short_ids_are_the_same_for_call_and_result_and_in_the_next_request():
     """ml-explore/mlx-lm #1375."""
 
     def ids(*turns: dict[str, Any]) -> list[str]:
@@ -235,7 +235,7 @@ def test_short_ids_are_the_same_for_call_and_result_and_in_the_next_request() ->
 
 
 @sweep("family", TEMPLATES)
-def test_a_longer_chat_begins_as_the_shorter_one(family: str) -> None:
+def test_a_longer_chat_begins_as_the_shorter_one(family):
     """What a template needs is found out once, so an oddity in a later turn does not change the turns before it."""
     turns = [
         *(system(), user("one"), calls(FINE, ids=["call_a"]), result("sunny", "call_a"), says("two")),
@@ -271,7 +271,7 @@ EFFORT = """\
         (("deep",), "high", "deep"),
     ],
 )
-def test_an_effort_is_the_nearest_that_the_template_takes(levels: Any, asked: str, taken: str) -> None:
+def test_an_effort_is_the_nearest_that_the_template_takes(levels, asked, taken):
     """QwenLM/Qwen3.8 #217."""
     template = EFFORT.replace("LEVELS", str(list(levels))).replace("LEVEL", levels[0])
     for messages in ([user("one")], [system(), user("one")]):
@@ -279,7 +279,7 @@ def test_an_effort_is_the_nearest_that_the_template_takes(levels: Any, asked: st
         assert text.startswith(f"[{taken}]")
 
 
-def test_another_tool_template_is_probed_by_itself() -> None:
+def test_another_tool_template_is_probed_by_itself():
     both = {"default": TEMPLATES["chatml"], "tool_use": TEMPLATES["qwen3.5"]}
     tokenizer = templated(TEMPLATES["chatml"], "<both>")
     tokenizer._tokenizer.chat_template = both
@@ -290,17 +290,17 @@ def test_another_tool_template_is_probed_by_itself() -> None:
 
 @sweep("calls", [["x"], [{"id": "callid001"}], {"id": "callid001"}, 5])
 @sweep("family", TEMPLATES)
-def test_calls_of_no_known_form_are_text_or_an_error_of_the_prompt(family: str, calls: Any) -> None:
+def test_calls_of_no_known_form_are_text_or_an_error_of_the_prompt(family, calls):
     chat = [user("one"), {**says(""), "tool_calls": calls}, result("sunny")]
     with contextlib.suppress(runtime.PromptError):
         assert "one" in render_chat_template(chat, templated(TEMPLATES[family]))
 
 
-def test_a_message_with_calls_is_not_continued() -> None:
+def test_a_message_with_calls_is_not_continued():
     with pytest.raises(runtime.PromptError, match="cannot continue a message with tool calls"):
         render_chat_template([user("one"), calls(FINE, prefix=True)], templated(TEMPLATES["chatml"]))
 
 
-def test_an_error_that_no_repair_helps_is_the_templates_own() -> None:
+def test_an_error_that_no_repair_helps_is_the_templates_own():
     with pytest.raises(runtime.PromptError, match=r"the chat template does not take these messages: only on Sundays"):
         render_chat_template([system(), user("one")], templated("{{ raise_exception('only on Sundays') }}"))

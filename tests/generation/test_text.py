@@ -35,7 +35,7 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
 # --- what follows a prompt ------------------------------------------------------------------------
 
 
-def test_the_text_behind_a_prompt_has_the_first_space_that_it_has_in_the_whole() -> None:
+def test_the_text_behind_a_prompt_has_the_first_space_that_it_has_in_the_whole():
     """ggml-org/llama.cpp #2310: SentencePiece's decoders drop the space at the start of a text."""
     the, cat, sat, end = byte_fallback_ids("▁the", "▁cat", "▁sat", "</s>")
     inner = copy.deepcopy(byte_fallback()._tokenizer)
@@ -53,7 +53,7 @@ def test_the_text_behind_a_prompt_has_the_first_space_that_it_has_in_the_whole()
         assert [detokenizer.add(sat), detokenizer.add(sat), detokenizer.finish()] == [text, " sat", ""]
 
 
-def test_the_first_token_may_complete_a_character_of_the_prompt() -> None:
+def test_the_first_token_may_complete_a_character_of_the_prompt():
     *begun, last = byte_fallback_ids(*(f"<0x{byte:02X}>" for byte in "🙂".encode()))
     (the,) = byte_fallback_ids("▁the")
     detokenizer = Detokenizer(byte_fallback(), [the, *begun])
@@ -65,7 +65,7 @@ def test_the_first_token_may_complete_a_character_of_the_prompt() -> None:
 
 @sweep("text", SCRIPTS)
 @sweep("kind", TOKENIZERS)
-def test_the_pieces_of_any_script_add_up(kind: str, text: str) -> None:
+def test_the_pieces_of_any_script_add_up(kind, text):
     ids = demo().encode(text, add_special_tokens=False)
     assert "".join(pieces(TOKENIZERS[kind](), ids)) == demo().decode(ids) == text
 
@@ -76,7 +76,7 @@ ANY_TOKENS = st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24)
 
 
 @sweep("kind", TOKENIZERS)
-def test_the_pieces_of_any_tokens_and_bytes_add_up(kind: str) -> None:
+def test_the_pieces_of_any_tokens_and_bytes_add_up(kind):
     assert len(SINGLE_BYTES) == 256
     tokenizer = TOKENIZERS[kind]()
 
@@ -89,7 +89,7 @@ def test_the_pieces_of_any_tokens_and_bytes_add_up(kind: str) -> None:
 
 
 @sweep("kind", TOKENIZERS)
-def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
+def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind):
     tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
@@ -103,7 +103,7 @@ def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
 
 
 @sweep("kind", TOKENIZERS)
-def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind: str) -> None:
+def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind):
     """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
     tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
@@ -118,7 +118,7 @@ def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind
 
 
 @sweep("kind", TOKENIZERS)
-def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind: str) -> None:
+def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind):
     ids = demo().encode("a🙂b", add_special_tokens=False)
     given_pieces = pieces(TOKENIZERS[kind](), ids)
     assert len(ids) > 3, "the emoji should be more than one token"
@@ -128,14 +128,14 @@ def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind: str) -
 
 
 @sweep("kind", TOKENIZERS)
-def test_each_word_comes_with_its_token_and_keeps_its_space(kind: str) -> None:
+def test_each_word_comes_with_its_token_and_keeps_its_space(kind):
     ids = demo().encode(" return self.items", add_special_tokens=False)
     assert pieces(TOKENIZERS[kind](), ids) == [demo().decode([token]) for token in ids] + [""]
     assert demo().decode(ids[:1]).startswith(" ")
 
 
 @sweep("kind", TOKENIZERS)
-def test_a_character_that_was_never_completed_comes_at_the_end(kind: str) -> None:
+def test_a_character_that_was_never_completed_comes_at_the_end(kind):
     ids = demo().encode("a🙂", add_special_tokens=False)[:-1]
     *before, last = pieces(TOKENIZERS[kind](), ids)
     assert "".join(before) == "a"
@@ -178,7 +178,7 @@ STRAYS = {
 
 
 @sweep("kind", STRAYS)
-def test_each_token_costs_the_decoding_of_a_bounded_number_whatever_they_are(kind: str) -> None:
+def test_each_token_costs_the_decoding_of_a_bounded_number_whatever_they_are(kind):
     make, token = STRAYS[kind]
     tokenizer, ids = CountingDecoder(make()), [token()] * 300
     text = "".join(pieces(tokenizer, ids))
@@ -187,20 +187,20 @@ def test_each_token_costs_the_decoding_of_a_bounded_number_whatever_they_are(kin
 
 
 @sweep("number", range(10, 24))
-def test_a_character_after_many_stray_bytes_is_whole(number: int) -> None:
+def test_a_character_after_many_stray_bytes_is_whole(number):
     ids = [*stray_bytes(number), *demo().encode("🙂é a", add_special_tokens=False)]
     assert "".join(pieces(demo(), ids)) == demo().decode(ids)
     assert demo().decode(ids).endswith("🙂é a")
 
 
 @sweep("number", [1, 16, 40])
-def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> None:
+def test_a_word_after_many_tokens_without_text_has_its_space(number):
     assert "".join(pieces(Vocabulary(), [2, *[0] * number, 3])) == "a b"
 
 
 @sweep("text", ["é" * 60, "中文和日本語" * 10, "a🙂" * 30])
 @sweep("step", [2, 3, 4, 6])
-def test_tokens_that_each_end_within_a_character_lose_none(text: str, step: int) -> None:
+def test_tokens_that_each_end_within_a_character_lose_none(text, step):
     data = text.encode()
     parts = [data[:1], *(data[begin : begin + step] for begin in range(1, len(data), step))]
     assert "".join(pieces(Bytes(parts), list(range(len(parts))))) == text
@@ -218,14 +218,14 @@ def with_begin_of_text() -> TokenizerWrapper:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"))
 
 
-def test_a_prompt_gets_exactly_one_begin_of_text_token() -> None:
+def test_a_prompt_gets_exactly_one_begin_of_text_token():
     tokenizer = with_begin_of_text()
     assert encode_prompt("hello", tokenizer, 4) == (0, 2)
     assert encode_prompt("<s>hello", tokenizer, 4) == (0, 2)
 
 
 @sweep("ids", [[5, 6, 7], (5, 6, 7), range(5, 8), iter([5, 6, 7])])
-def test_a_prompt_may_be_any_sequence_of_ids(ids: Any) -> None:
+def test_a_prompt_may_be_any_sequence_of_ids(ids):
     assert encode_prompt(ids, None, 10) == (5, 6, 7)
 
 
@@ -233,17 +233,17 @@ LONGEST = 45  # characters of the longest token of the demo pair
 
 
 @sweep("text", [" " * LONGEST * 100, "\n" * LONGEST * 200, "é" * LONGEST * 100])
-def test_a_text_that_cannot_fit_in_the_context_is_refused_before_it_is_tokenised(text: str) -> None:
+def test_a_text_that_cannot_fit_in_the_context_is_refused_before_it_is_tokenised(text):
     tokenizer: Any = SimpleNamespace(bos_token=None, _tokenizer=demo()._tokenizer)  # it cannot encode
     with pytest.raises(PromptTooLongError, match=rf"prompt is too long: {len(text) // LONGEST} tokens > 99 maximum"):
         encode_prompt(text, tokenizer, 4096, 100)
 
 
-def test_a_text_is_not_refused_by_length_where_characters_may_be_merged() -> None:
+def test_a_text_is_not_refused_by_length_where_characters_may_be_merged():
     # Everything unknown between two blanks is one token.
     assert encode_prompt("x" * 5000, with_begin_of_text(), 4, 100) == (0, 3)
 
 
-def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
+def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at():
     with pytest.raises(PromptTooLongError, match="prompt is too long: 100 tokens > 99 maximum"):
         encode_prompt(["no id"] * 100, None, 10, 100)

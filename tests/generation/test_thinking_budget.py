@@ -91,8 +91,8 @@ async def texts(simulation: Any, prompt: Sequence[int], asked: Sequence[dict[str
 @sweep(("undo", "schedule"), [(always, 0), (never, 1), (within(6), 2)])
 @sweep(("opens", "num_thoughts"), [(False, None), (True, None), (False, 3), (True, 8)])
 async def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
-    opens: bool, num_thoughts: int | None, undo: Any, schedule: int, autojump_clock: Any
-) -> None:
+    opens, num_thoughts, undo, schedule, autojump_clock
+):
     script, prompt = writing(opens, num_thoughts), PLAIN if opens else BEGUN
     asked = [
         {"thinking_budget": budget, "lookahead": lookahead, "max_tokens": 22}
@@ -108,7 +108,7 @@ async def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
             assert await texts(simulation, prompt, [each]) == [text]
 
 
-async def test_a_drafter_that_knows_of_the_tag_drafts_it(autojump_clock: Any) -> None:
+async def test_a_drafter_that_knows_of_the_tag_drafts_it(autojump_clock):
     script = writing(False, None)
     async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
         completion = await simulation.runtime.generate(BEGUN, lookahead=4, thinking_budget=7, max_tokens=30)
@@ -136,7 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @sweep("settings", SETTINGS)
 @sweep("lookahead", [0, 4])
-async def test_the_tag_is_forced_whatever_the_settings_are(lookahead: int, settings: str, autojump_clock: Any) -> None:
+async def test_the_tag_is_forced_whatever_the_settings_are(lookahead, settings, autojump_clock):
     script = writing(False, None)
     async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
         asked = {"lookahead": lookahead, "thinking_budget": 5, "max_tokens": 16, "logprobs": 2, **SETTINGS[settings]}
@@ -193,9 +193,7 @@ def law(prompt: Sequence[int], budget: int, length: int) -> dict[tuple[int, ...]
     ("prompt", "budget", "lookahead"),
     [(PROMPT, 2, 3), *(pytest.param([2], *each, marks=pytest.mark.slow) for each in [(1, 3), (0, 0)])],
 )
-def test_samples_follow_the_target_before_the_budget_and_after_the_tag(
-    prompt: Sequence[int], budget: int, lookahead: int
-) -> None:
+def test_samples_follow_the_target_before_the_budget_and_after_the_tag(prompt, budget, lookahead):
     async def main() -> list[list[int]]:
         models = [ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, DRAFT)]
         async with simulated(*models, tokenizer=FourTokens(), price=random_price(lookahead)) as simulation:
@@ -227,9 +225,7 @@ def closed_again(table: Sequence[Sequence[float]], prompt: Sequence[int], budget
     ("drafter", "lookahead"), [(None, 0), ("ngram", 4), ("same", 4), ("same", "auto"), ("other", 4), ("other", "auto")]
 )
 @sweep("prompt", [[1], [2]])
-def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(
-    prompt: list[int], lookahead: Any, drafter: str | None
-) -> None:
+def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(prompt, lookahead, drafter):
     asked = [{"thinking_budget": n, "lookahead": lookahead, "max_tokens": 14} for n in (0, 1, 4)]
     for seed in range(5):
         dice = random.Random(seed)
@@ -258,8 +254,8 @@ def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(
 @sweep(("num_read", "opens"), [(0, False), (0, True), (1, True), (5, False), (9, True)])
 @sweep(("lookahead", "schedule"), [(0, 0), (3, 1), ("auto", 2)])
 async def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chosen(
-    opens: bool, lookahead: Any, num_read: int, schedule: int, autojump_clock: Any
-) -> None:
+    opens, lookahead, num_read, schedule, autojump_clock
+):
     script, prompt = writing(opens, None), PLAIN if opens else BEGUN
 
     models = ScriptedModel(script), ScriptedModel(writing(opens, None, 0.8))
@@ -276,7 +272,7 @@ async def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chose
     assert text != plain_text(script, prompt, 60)
 
 
-async def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_alone(autojump_clock: Any) -> None:
+async def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_alone(autojump_clock):
     script = writing(False, None)
 
     async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
@@ -290,7 +286,7 @@ async def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_al
 
 
 @sweep("tokenizer", [None, Letters(template=None, ends=False)])
-async def test_a_model_without_reasoning_is_not_changed(tokenizer: Letters | None, autojump_clock: Any) -> None:
+async def test_a_model_without_reasoning_is_not_changed(tokenizer, autojump_clock):
     async with simulated(ScriptedModel(agreeing(1.0)), tokenizer=tokenizer) as simulation:
         stream = simulation.runtime.stream(PLAIN, max_tokens=20, thinking_budget=0)
         stream.end_thinking()
@@ -298,7 +294,7 @@ async def test_a_model_without_reasoning_is_not_changed(tokenizer: Letters | Non
         stream.end_thinking()  # harmless
 
 
-async def test_reasoning_that_is_over_is_not_closed_again(autojump_clock: Any) -> None:
+async def test_reasoning_that_is_over_is_not_closed_again(autojump_clock):
     script = writing(False, 4)
 
     async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
@@ -316,7 +312,7 @@ def limit_of(tokenizer: Any, num_tokens: int, prompt: Sequence[int]) -> Reasonin
     return ReasoningLimit(tokenizer, answer.tags, reader_of(answer), len(prompt), num_tokens)
 
 
-def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content() -> None:
+def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content():
     tokenizer = chat_models.demo_with(*HARMONY.marks)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prompt = encode("<|start|>assistant")
@@ -335,7 +331,7 @@ def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content
     assert limit.num_left is None
 
 
-def test_the_tag_is_written_as_the_template_writes_it_and_not_twice() -> None:
+def test_the_tag_is_written_as_the_template_writes_it_and_not_twice():
     template = chat_models.TEMPLATE.replace(
         "{{ message.content }}",
         "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
@@ -350,7 +346,7 @@ def test_the_tag_is_written_as_the_template_writes_it_and_not_twice() -> None:
     assert plain.decode(limit_of(plain, 0, prompt).closing(prompt)) == "</think>"
 
 
-async def test_a_grammar_goes_on_behind_reasoning_that_was_cut_off() -> None:
+async def test_a_grammar_goes_on_behind_reasoning_that_was_cut_off():
     pair = chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)
     async with runtime.open(*pair) as rt:
         tags = ("<think>", "</think>")
@@ -366,7 +362,7 @@ async def test_a_grammar_goes_on_behind_reasoning_that_was_cut_off() -> None:
             assert answer.finish_reason == "stop"
 
 
-async def test_a_budget_is_refused_if_the_grammar_has_no_place_for_the_tag() -> None:
+async def test_a_budget_is_refused_if_the_grammar_has_no_place_for_the_tag():
     messages = [{"role": "user", "content": "Which?"}]
     async with runtime.open(*chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)) as rt:
         (close,) = rt.tokenizer.encode("</think>", add_special_tokens=False)
@@ -399,9 +395,7 @@ async def test_a_budget_is_refused_if_the_grammar_has_no_place_for_the_tag() -> 
 
 
 @sweep("budget", [0, 2, 3, 50])
-def test_drafted_tokens_are_judged_up_to_the_place_where_the_reasoning_that_they_open_is_to_be_closed(
-    budget: int,
-) -> None:
+def test_drafted_tokens_are_judged_up_to_the_place_where_the_reasoning_that_they_open_is_to_be_closed(budget):
     dice = random.Random(budget)
 
     def followed(text: Sequence[int]) -> ReasoningLimit:
@@ -457,9 +451,7 @@ ANSWER = '{"name": "look_up_someone", "arguments": {"first_name": "Bob", "second
         ("", 2, "greedy"),
     ],
 )
-async def test_what_the_grammar_of_a_call_forces_is_drafted_behind_reasoning_of_any_budget(
-    begin: str, budget: int, acceptance: str
-) -> None:
+async def test_what_the_grammar_of_a_call_forces_is_drafted_behind_reasoning_of_any_budget(begin, budget, acceptance):
     tokenizer = chat_models.calling_tokenizer()
     encode = partial(tokenizer.encode, add_special_tokens=False)
     thoughts = encode(begin)[: 1 + budget] if begin else []
@@ -489,7 +481,7 @@ async def test_what_the_grammar_of_a_call_forces_is_drafted_behind_reasoning_of_
                 assert by_whom["model"] > 0 or drafter is None, by_whom
 
 
-async def test_a_call_that_is_begun_in_the_reasoning_is_not_cut() -> None:
+async def test_a_call_that_is_begun_in_the_reasoning_is_not_cut():
     tokenizer = chat_models.calling_tokenizer()
     says = chat_models.says(tokenizer, '<think>Hm <tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>')
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]

@@ -108,7 +108,7 @@ CALLS = {name: block(name, call_in(name, *CALL)) for name in FORMATS}
 @pytest.mark.slow
 @sweep("has_special_markers", [True, False])
 @sweep("name", FORMATS)
-def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_special_markers: bool):
+def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name, has_special_markers):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
     tools = tools_of([WEATHER, CLOCK], "required")
     text, is_complete = Writer(made(tools, format, of), of, 0).write(CALLS[name])
@@ -118,7 +118,7 @@ def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_
 
 
 @sweep("name", FORMATS)
-def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
+def test_whatever_is_let_through_is_a_call_as_asked_for(name):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
     tools = tools_of([WEATHER, CLOCK], "get_weather")
     writer = Writer(made(tools, format, of), of, 1)
@@ -135,7 +135,7 @@ def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
 
 @sweep("name", ["json_tools", "qwen3_coder", "minicpm5"])
 @sweep("has_special_markers", [True, False])
-def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_special_markers: bool):
+def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name, has_special_markers):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
     tools = tools_of([WEATHER, CLOCK])
     assert tools.needs_grammar
@@ -183,7 +183,7 @@ MANY_CALLS = {
 
 @sweep("name", MANY_CALLS)
 @sweep("content", [None, {"const": 1}])
-def test_an_answer_that_must_be_calls_has_sixteen_at_most(name: str, content: Any):
+def test_an_answer_that_must_be_calls_has_sixteen_at_most(name, content):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
     tools = tools_of([CLOCK], "auto" if content else "required", is_parallel=True)
     text, is_complete = Writer(made(tools, format, of, content=content), of, 0).write(MANY_CALLS[name], max_tokens=900)
@@ -258,7 +258,7 @@ def test_a_format_of_the_users_own_has_no_grammar():
 
 
 @sweep("choice", ["auto", "required"])
-def test_only_allowed_tools_are_called(choice: str):
+def test_only_allowed_tools_are_called(choice):
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     tools = tools_of([WEATHER, CLOCK, {"name": "stop"}], choice, allowed=["clock", "stop"])
     assert len(tools.template_variables["tools"]) == 3
@@ -292,7 +292,7 @@ REFERENCE: dict[str, Any] = {"$ref": "#/$defs/A"}
         ({"type": "object", "additionalProperties": A}, {"type": "object", "additionalProperties": {**A, **CLOSED}}),
     ],
 )
-def test_an_object_with_listed_properties_has_no_others(schema: Any, expected: Any) -> None:
+def test_an_object_with_listed_properties_has_no_others(schema, expected):
     assert closed(schema) == expected
 
 
@@ -317,5 +317,5 @@ def test_an_object_with_listed_properties_has_no_others(schema: Any, expected: A
         {"not": REFERENCE, "$defs": {"A": A}},
     ],
 )
-def test_an_object_that_may_have_others_stays_open(schema: Any) -> None:
+def test_an_object_that_may_have_others_stays_open(schema):
     assert closed(schema) == schema

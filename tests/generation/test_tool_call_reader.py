@@ -81,7 +81,7 @@ def test_every_parser_of_mlx_lms_has_a_call_here():
 
 
 @sweep(("format", "body", "calls"), BLOCKS)
-def test_calls_are_told_apart_in_pieces_of_every_size(format: str, body: str, calls: Any):
+def test_calls_are_told_apart_in_pieces_of_every_size(format, body, calls):
     text = "Let me see.\n\n" + block(format, body)
     whole = events_of([text], format)
     answer = answer_of(whole)
@@ -96,7 +96,7 @@ def test_calls_are_told_apart_in_pieces_of_every_size(format: str, body: str, ca
 
 @sweep(("format", "body"), MALFORMED)
 @sweep("is_complete", [True, False])
-def test_a_malformed_call_is_text_and_no_call(format: str, body: str, is_complete: bool):
+def test_a_malformed_call_is_text_and_no_call(format, body, is_complete):
     num_calls = body.count("<|tool_call_end|>")
     for text in (f"So: {block(format, body)}", f"So: {block(format, body)} and on"):
         whole = events_of([text], format, is_complete=is_complete)
@@ -112,7 +112,7 @@ def test_a_malformed_call_is_text_and_no_call(format: str, body: str, is_complet
 
 
 @pytest.mark.parametrize("format", ["json_tools", "kimi_k2", "mistral"])
-def test_arguments_come_as_they_are_written(format: str):
+def test_arguments_come_as_they_are_written(format):
     body = next(body for each, body, _ in BLOCKS if each == format)
     text = block(format, body)
     reader = AnswerReader(format=call_format(format), tools=TOOLS)
@@ -128,7 +128,7 @@ def test_arguments_come_as_they_are_written(format: str):
 
 
 @sweep(("format", "body", "calls"), BLOCKS)
-def test_a_call_that_is_cut_off_is_no_call(format: str, body: str, calls: Any):
+def test_a_call_that_is_cut_off_is_no_call(format, body, calls):
     known = call_format(format)
     text = known.start + body
     for end in range(len(text)):
@@ -210,7 +210,7 @@ def fragments(format: str) -> list[str]:
 @pytest.mark.parametrize("format", [None, *FORMATS])
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(data=st.data())
-def test_text_and_calls_always_give_back_what_was_generated(format: str | None, data: st.DataObject):
+def test_text_and_calls_always_give_back_what_was_generated(format, data):
     words = fragments(format or "json_tools")
     text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
     is_complete, is_thinking = data.draw(st.booleans()), data.draw(st.booleans())
@@ -236,7 +236,7 @@ def test_text_and_calls_always_give_back_what_was_generated(format: str | None, 
 
 
 @sweep("name", FORMATS)
-def test_a_text_of_many_openings_is_searched_in_linear_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_many_openings_is_searched_in_linear_time(name, monkeypatch):
     num_searched, search = 0, Markers.search
 
     def counted(self: Markers, text: str, begin: int) -> Any:
@@ -256,7 +256,7 @@ def test_a_text_of_many_openings_is_searched_in_linear_time(name: str, monkeypat
 
 
 @sweep("name", FORMATS)
-def test_a_long_call_in_small_pieces_is_read_as_it_was_written(name: str) -> None:
+def test_a_long_call_in_small_pieces_is_read_as_it_was_written(name):
     place = "London; the (big) city [on the Thames], where a<b and 1=1. \n" * 500
     written = place.replace("\n", "\\n") if name == "pythonic" else place
     text = block(name, call_in(name, "get_current_temperature", {"location": written}))
@@ -276,7 +276,7 @@ def test_a_long_call_in_small_pieces_is_read_as_it_was_written(name: str) -> Non
         ({"name": "multiply", "arguments": {"a": float("nan")}}, []),
     ],
 )
-def test_a_parser_of_ones_own_reads_blocks_of_any_length(parsed: Any, calls: list[Any]) -> None:
+def test_a_parser_of_ones_own_reads_blocks_of_any_length(parsed, calls):
     format = attrs.evolve(call_format("function_gemma"), name="mine", layout=None, parse=lambda *_: parsed)
     text = block("function_gemma", "x" * 3000)
     answer = answer_of(events_of(in_pieces(f"So: {text}", 7), format))

@@ -1,5 +1,7 @@
 """Tools in Python: calls are told apart, a grammar holds the model to them, and conversations call the functions."""
 
+from __future__ import annotations  # types of a tool may be texts
+
 import io
 import json
 import threading
@@ -44,7 +46,7 @@ def speaks(*answers: str) -> dict[str, Any]:
     return {"max_tokens": 200, "logits_processors": (says(calling_tokenizer(), *answers),), "lookahead": 3}
 
 
-async def test_tokens_of_a_call_are_told_apart() -> None:
+async def test_tokens_of_a_call_are_told_apart():
     async with runtime.open(*calling_pair()) as rt:
         async with rt.stream([USER], tools=[weather], **speaks(f"Let me see. {OSLO}")) as stream:
             tokens = [token async for token in stream]
@@ -62,7 +64,7 @@ async def test_tokens_of_a_call_are_told_apart() -> None:
         assert [call.name for call in completion.tool_calls] == ["weather"]
 
 
-async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_told_apart() -> None:
+async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_told_apart():
     async with runtime.open(*calling_pair()) as rt:
         told = await rt.generate([USER], tools=[weather, clock], **speaks("yes"))
         plain = await rt.generate([USER], **speaks(OSLO))
@@ -74,7 +76,7 @@ async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_tol
 
 
 @sweep("lookahead", [0, 4])
-async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead: int) -> None:
+async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead):
     city = {"enum": ["Oslo", "Lisbon"]}
     schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
@@ -89,7 +91,7 @@ async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead
         assert completion.content == ""
 
 
-async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
+async def test_tools_that_cannot_be_are_refused_before_any_model_work():
     def bare(x):
         return x
 
@@ -108,7 +110,7 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
         assert rt.num_streams == 0
 
 
-async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -> None:
+async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own():
     hour = call_of("clock")
     async with runtime.open(*calling_pair()) as rt:
         prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
@@ -124,7 +126,7 @@ async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -
 # --- conversations --------------------------------------------------------------------------------
 
 
-async def test_a_result_with_half_a_character_does_not_block_the_conversation() -> None:
+async def test_a_result_with_half_a_character_does_not_block_the_conversation():
     def files() -> str:
         """The names of the files."""
         return "caf\udce9.txt"
@@ -135,7 +137,7 @@ async def test_a_result_with_half_a_character_does_not_block_the_conversation() 
         assert conversation.messages[2]["content"] == r"caf\udce9.txt"
 
 
-async def test_rounds_of_calls_are_bounded() -> None:
+async def test_rounds_of_calls_are_bounded():
     num_calls = 0
 
     def count() -> int:
@@ -152,7 +154,7 @@ async def test_rounds_of_calls_are_bounded() -> None:
         assert len(conversation.pending_calls) == 1
 
 
-async def test_a_function_in_a_thread_does_not_block_the_loop() -> None:
+async def test_a_function_in_a_thread_does_not_block_the_loop():
     begun, release = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
 
@@ -171,7 +173,7 @@ async def test_a_function_in_a_thread_does_not_block_the_loop() -> None:
         assert conversation.messages[-1]["content"] == "so"
 
 
-async def test_nothing_else_is_done_with_a_conversation_while_its_functions_are_called() -> None:
+async def test_nothing_else_is_done_with_a_conversation_while_its_functions_are_called():
     called, go_on = trio.Event(), trio.Event()
 
     async def waits() -> str:
@@ -227,7 +229,7 @@ def results_in(conversation: runtime.aio.Conversation | runtime.sync.Conversatio
 
 
 @on_every_face
-async def test_functions_are_called_and_the_model_goes_on_with_their_results(open: Any) -> None:
+async def test_functions_are_called_and_the_model_goes_on_with_their_results(open):
     is_async = open is not runtime.open_sync
     tools = [where, where_wrapped, *([where_async] if is_async else ()), fails]
     names = [*(tool.__name__ for tool in tools), "fails", "unheard_of"]
@@ -278,7 +280,7 @@ async def test_functions_are_called_and_the_model_goes_on_with_their_results(ope
 
 
 @on_every_face
-async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(open: Any) -> None:
+async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(open):
     async with within(open(*calling_pair())) as rt:
         with pytest.raises(runtime.SettingsError, match="two tools have the name"):
             rt.conversation(tools=[where, where])
@@ -294,7 +296,7 @@ async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(ope
 
 
 @on_every_face
-async def test_a_call_that_is_broken_off_leaves_the_conversation_as_it_was_and_can_be_made_again(open: Any) -> None:
+async def test_a_call_that_is_broken_off_leaves_the_conversation_as_it_was_and_can_be_made_again(open):
     is_broken_off = True
 
     def interrupted() -> str:
@@ -324,7 +326,7 @@ async def test_a_call_that_is_broken_off_leaves_the_conversation_as_it_was_and_c
         assert results_in(conversation) == ["done"]
 
 
-def test_a_function_that_uses_its_own_sync_conversation_finds_it_busy() -> None:
+def test_a_function_that_uses_its_own_sync_conversation_finds_it_busy():
     with runtime.open_sync(*calling_pair()) as rt:
 
         def again() -> str:

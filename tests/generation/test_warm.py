@@ -29,7 +29,7 @@ async def goes_on(simulation: Simulation, num_cached: int, prompt: Any = PROMPT)
 
 
 @sweep("draft", [ScriptedModel, "ngram", None])
-async def test_a_prompt_is_read_once_by_each_model_and_no_token_is_generated(draft: Any, autojump_clock: Any) -> None:
+async def test_a_prompt_is_read_once_by_each_model_and_no_token_is_generated(draft, autojump_clock):
     drafter = draft(agreeing(0.8)) if draft is ScriptedModel else draft
     async with simulated(ScriptedModel(agreeing(1.0)), drafter) as simulation:
         warmed = await simulation.runtime.warm(PROMPT, **SETTINGS)
@@ -44,7 +44,7 @@ async def test_a_prompt_is_read_once_by_each_model_and_no_token_is_generated(dra
 
 
 @sweep("after_s", [0.5, 3.0, 4.5])
-async def test_what_was_read_by_the_time_of_a_cancellation_is_kept(after_s: float, autojump_clock: Any) -> None:
+async def test_what_was_read_by_the_time_of_a_cancellation_is_kept(after_s, autojump_clock):
     models = ScriptedModel(agreeing(1.0)), ScriptedModel(agreeing(0.8))
     async with simulated(*models, price=priced(prefill=1.0)) as simulation:
         with trio.move_on_after(after_s):
@@ -54,9 +54,7 @@ async def test_what_was_read_by_the_time_of_a_cancellation_is_kept(after_s: floa
 
 
 @sweep("max_streams", [None, 1])
-async def test_nobody_waits_for_a_drafter_that_reads_slowly_or_hangs(
-    max_streams: int | None, autojump_clock: Any
-) -> None:
+async def test_nobody_waits_for_a_drafter_that_reads_slowly_or_hangs(max_streams, autojump_clock):
     models = ScriptedModel(agreeing(1.0)), ScriptedModel(agreeing(0.8))
     seconds = {"prefill": 1000.0}
     prices = {"price": priced(prefill=1.0), "draft_price": lambda job: seconds.get(job.kind, 0.5)}
@@ -75,7 +73,7 @@ async def test_nobody_waits_for_a_drafter_that_reads_slowly_or_hangs(
         assert read(simulation, "draft") == (40 if max_streams is None else 48)
 
 
-async def test_it_waits_for_its_turn_and_ends_with_its_runtime(autojump_clock: Any) -> None:
+async def test_it_waits_for_its_turn_and_ends_with_its_runtime(autojump_clock):
     async with simulated(ScriptedModel(agreeing(1.0)), max_streams=1) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=500)
         await stream.__anext__()
@@ -113,7 +111,7 @@ def answering(text: str = "<t>hm</t>yes") -> ScriptedModel:
 
 
 @sweep("is_on", [True, False])
-async def test_what_the_next_turn_begins_with_is_read_without_its_reasoning(is_on: bool, autojump_clock: Any) -> None:
+async def test_what_the_next_turn_begins_with_is_read_without_its_reasoning(is_on, autojump_clock):
     async with simulated(answering(), tokenizer=LETTERS, idle_reading=is_on) as simulation:
         conversation = simulation.runtime.conversation()
         assert (await conversation.generate("hello")).content == "yes"
@@ -130,9 +128,7 @@ async def test_what_the_next_turn_begins_with_is_read_without_its_reasoning(is_o
 
 
 @sweep("plugged", [True, False, None])
-async def test_nothing_is_read_ahead_on_battery(
-    plugged: bool | None, monkeypatch: pytest.MonkeyPatch, autojump_clock: Any
-) -> None:
+async def test_nothing_is_read_ahead_on_battery(plugged, monkeypatch, autojump_clock):
     monkeypatch.setattr(psutil, "sensors_battery", lambda: SimpleNamespace(power_plugged=plugged))
     async with simulated(answering(), tokenizer=LETTERS, idle_reading=True) as simulation:
         await simulation.runtime.conversation().generate("hello")
@@ -141,7 +137,7 @@ async def test_nothing_is_read_ahead_on_battery(
         assert (read(simulation) > before) is (plugged is not False)
 
 
-async def test_a_stream_that_begins_waits_for_one_pass_and_what_was_read_is_kept(autojump_clock: Any) -> None:
+async def test_a_stream_that_begins_waits_for_one_pass_and_what_was_read_is_kept(autojump_clock):
     models = answering("<t>hm</t>" + "yes and " * 20)
     price = priced(prefill=10.0)
     async with simulated(models, tokenizer=LETTERS, idle_reading=True, price=price) as simulation:
@@ -161,7 +157,7 @@ async def test_a_stream_that_begins_waits_for_one_pass_and_what_was_read_is_kept
         assert read(simulation) == after
 
 
-async def test_what_fails_while_nobody_waits_for_it_ends_nothing_else(autojump_clock: Any) -> None:
+async def test_what_fails_while_nobody_waits_for_it_ends_nothing_else(autojump_clock):
     async with simulated(answering(), tokenizer=LETTERS, idle_reading=True) as simulation:
         simulation.runtime.expect(lambda: str(1 / 0))
         simulation.runtime.expect(lambda: [10**9])
@@ -169,7 +165,7 @@ async def test_what_fails_while_nobody_waits_for_it_ends_nothing_else(autojump_c
         assert (await simulation.runtime.conversation().generate("hello")).content == "yes"
 
 
-def test_a_chat_on_a_server_is_read_ahead_and_a_failed_one_is_not() -> None:
+def test_a_chat_on_a_server_is_read_ahead_and_a_failed_one_is_not():
     async def test(server: Served) -> None:
         assert (await server.ask(CHAT, HELLO)).text == "yes"
         before = read(server.simulation)

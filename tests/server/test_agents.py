@@ -96,7 +96,7 @@ def body_of(path: str, conversation: list[Any]) -> dict[str, Any]:
 
 
 @on_server(limits=SHORT)
-async def test_an_earlier_part_of_any_type_is_a_line_in_its_place_and_is_named(server: Served) -> None:
+async def test_an_earlier_part_of_any_type_is_a_line_in_its_place_and_is_named(server):
     for path, conversation, content, named in HISTORIES:
         answer = await server.ask(path, body_of(path, conversation))
         assert answer.status == 200, conversation
@@ -117,9 +117,7 @@ async def test_an_earlier_part_of_any_type_is_a_line_in_its_place_and_is_named(s
         (RESPONSES, {"type": "input_file", "file_id": "f"}, "files cannot be read"),
     ],
 )
-async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(
-    server: Served, path: str, part: Any, said: str
-) -> None:
+async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(server, path, part, said):
     question, blank = text("what is this?"), text(" \n")
     for parts, more in (
         ([question, part], []),
@@ -134,7 +132,7 @@ async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(
 
 
 @on_server(limits=SHORT)
-async def test_an_image_is_no_error_once_the_user_says_more(server: Served) -> None:
+async def test_an_image_is_no_error_once_the_user_says_more(server):
     # Some clients join what is said after an error to the message that was refused.
     for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT)):
         asked = user(image, text("what is this?"), text("never mind, run the tests"))
@@ -144,7 +142,7 @@ async def test_an_image_is_no_error_once_the_user_says_more(server: Served) -> N
 
 
 @on_server(limits=SHORT)
-async def test_reasoning_of_a_history_is_known_by_its_other_name_and_as_a_part(server: Served) -> None:
+async def test_reasoning_of_a_history_is_known_by_its_other_name_and_as_a_part(server):
     for thought in ({"reasoning": "hm"}, {"content": [{"type": "thinking", "thinking": [text("hm")]}, text("no")]}):
         asked = [USER, {**SAID, **thought}, USER]
         assert (await server.ask(CHAT, {"messages": asked})).headers.get(HEADER) is None
@@ -155,7 +153,7 @@ async def test_reasoning_of_a_history_is_known_by_its_other_name_and_as_a_part(s
 @sweep(
     ("given", "arguments"), [('{"a": "some', '{"a": "some'), ("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], [1])]
 )
-async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, given: Any, arguments: Any) -> None:
+async def test_the_input_of_an_earlier_call_may_be_anything(server, given, arguments):
     call = {"type": "tool_use", "id": "t", "name": "shot", "input": given}
     answer = await server.ask(MESSAGES, {"messages": [user(text("a")), said(call), result(text("Invalid JSON"))]})
     assert answer.status == 200
@@ -177,7 +175,7 @@ async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, give
         (None, ""),
     ],
 )
-async def test_the_result_of_a_tool_may_be_any_json(server: Served, given: Any, content: str) -> None:
+async def test_the_result_of_a_tool_may_be_any_json(server, given, content):
     for path, conversation in (
         (CHAT, [{"role": "tool", "tool_call_id": "t", "content": given}]),
         (MESSAGES, [USED, user({"type": "tool_result", "tool_use_id": "t", "content": given})]),
@@ -190,7 +188,7 @@ async def test_the_result_of_a_tool_may_be_any_json(server: Served, given: Any, 
 
 
 @on_server(limits=SHORT)
-async def test_a_text_behind_a_call_does_not_part_it_from_its_result(server: Served) -> None:
+async def test_a_text_behind_a_call_does_not_part_it_from_its_result(server):
     items = [user(text("a")), CALLED, SAID, output(text("b")), user(text("on"))]
     assert (await server.ask(RESPONSES, {"input": items})).status == 200
     _, answer, result, _ = server.tokenizer.seen[-1]
@@ -203,7 +201,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch={};"
 
 
 @on_server(limits=SHORT)
-async def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt(server: Served) -> None:
+async def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt(server):
     # vllm-mlx #277, anthropics/claude-code #68900, claude-code-router #1342
     plain = {"role": "system", "content": "be kind"}
     counted = (await server.ask(COUNT_TOKENS, {**HELLO, "system": "be kind"})).json
@@ -264,7 +262,7 @@ def calls(name: str, arguments: str = "{}") -> str:
         (calls("local_shell", '{"command": "ls"}'), {"type": "message"}),
     ],
 )
-def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says: str, fields: dict[str, Any]) -> None:
+def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says, fields):
     @on_calling_server(says)
     async def converse(server: Served) -> None:
         asked = {"input": [USER], "tools": [*SERVERS, PATCH, {"type": "local_shell"}], "max_output_tokens": 300}
@@ -289,7 +287,7 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says: 
     converse()
 
 
-def test_names_of_functions_are_unique_and_fit_for_any_namespaces() -> None:
+def test_names_of_functions_are_unique_and_fit_for_any_namespaces():
     tools = [
         *(namespace(f"my server{mark}", function("x")) for mark in "!?"),
         function("a__b"),
@@ -330,7 +328,7 @@ CHOICES: list[tuple[str, Any, Any, str | None, str | None]] = [
 
 
 @on_server(limits=SHORT)
-async def test_a_tool_that_is_left_out_is_named_and_its_call_is_not_forgotten(server: Served) -> None:
+async def test_a_tool_that_is_left_out_is_named_and_its_call_is_not_forgotten(server):
     for path, tools, choice, named, error in CHOICES:
         answer = await server.ask(path, {**body_of(path, [USER]), "tools": tools, "tool_choice": choice})
         assert (answer.status, answer.headers.get(HEADER)) == (200 if error is None else 400, named), (tools, choice)
@@ -339,7 +337,7 @@ async def test_a_tool_that_is_left_out_is_named_and_its_call_is_not_forgotten(se
 
 
 @on_calling_server(calls("bash", '{"command": "ls"}'))
-async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(server: Served) -> None:
+async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(server):
     types = {
         "bash_20250124": "bash",
         "text_editor_20250728": "edit",
@@ -357,7 +355,7 @@ async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(se
     assert "insert_text" in offered["m"]["properties"]
 
 
-def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_function_so_begun() -> None:
+def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_function_so_begun():
     required = [ToolCall(id, name, "") for id, name in (("c", "weather"), ("d", "wealth"), ("e", "clock"))]
 
     def events_of(written: str) -> list[Delta]:
@@ -405,9 +403,7 @@ def encoded(encoding: str) -> dict[str, str]:
         ("gzip, gzip", gzip.compress(gzip.compress(RAW)), 415),
     ],
 )
-async def test_a_compressed_body_is_read_within_the_bound_of_bodies(
-    server: Served, encoding: str, body: bytes, status: int
-) -> None:
+async def test_a_compressed_body_is_read_within_the_bound_of_bodies(server, encoding, body, status):
     for size in (len(body) or 1, 7 if len(body) < 1000 else 1000):
         async with server.exchange(CHAT, headers=encoded(encoding)) as one:
             for start in range(0, len(body), size):
@@ -420,7 +416,7 @@ async def test_a_compressed_body_is_read_within_the_bound_of_bodies(
 
 
 @on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
-async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Served) -> None:
+async def test_a_compressed_body_takes_memory_only_once_it_is_long(server):
     long = gzip.compress(RAW.ljust(90_000))
     async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as idle:
         await trio.sleep(1)
@@ -440,7 +436,7 @@ async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Serve
 
 
 @on_server(limits=SHORT)
-async def test_half_a_surrogate_pair_is_a_replacement_character(server: Served) -> None:
+async def test_half_a_surrogate_pair_is_a_replacement_character(server):
     # anthropics/claude-code #56064, #69440
     for written, meant in (
         (b"cut \\ud83d off", "cut \ufffd off"),
@@ -463,7 +459,7 @@ async def test_half_a_surrogate_pair_is_a_replacement_character(server: Served) 
 # The clients take seconds to import.
 @pytest.mark.slow
 @on_server(limits=Limits(max_prompt_tokens=20))
-async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) -> None:
+async def test_clients_know_by_the_error_that_a_context_is_full(server):
     import anthropic
     import httpx2
     import openai
@@ -492,7 +488,7 @@ async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) 
 
 @pytest.mark.slow
 @on_server(limits=SHORT)
-async def test_anthropics_clients_get_the_models_in_their_form(server: Served) -> None:
+async def test_anthropics_clients_get_the_models_in_their_form(server):
     from anthropic.types import ModelInfo
 
     listed = (await server.ask("/v1/models", headers={"anthropic-version": "2023-06-01"})).json
@@ -507,7 +503,7 @@ async def test_anthropics_clients_get_the_models_in_their_form(server: Served) -
 
 
 @on_server()
-async def test_an_answer_without_a_limit_ends_with_its_text_or_the_context(server: Served) -> None:
+async def test_an_answer_without_a_limit_ends_with_its_text_or_the_context(server):
     # ROCm/FastFlowLM #749, omlx #1759
     seen = watched_streams(server)
     for path, body in ((CHAT, HELLO), (CHAT, {**HELLO, "n": 2, "logprobs": True, "top_logprobs": 20})):

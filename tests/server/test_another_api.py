@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import trio
 from asgi import HELLO, JSON, Served, direct, simulated_server
 from pydantic import Field
@@ -87,7 +86,7 @@ CHAT = Operation(
 )
 
 
-def test_an_api_needs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_needs_nothing_of_the_others(monkeypatch):
     monkeypatch.setattr(app, "OPERATIONS", (*app.OPERATIONS, CHAT))
     asked = {"messages": HELLO["messages"], "options": {"num_predict": 12}}
     keyed = {**JSON, "authorization": "Bearer s3cret"}

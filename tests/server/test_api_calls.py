@@ -83,7 +83,7 @@ sizes = sweep("size", [1, 2, 7, 1000])
 
 @every_case
 @sizes
-def test_calls_are_tool_calls_of_a_chat(case: str, size: int) -> None:
+def test_calls_are_tool_calls_of_a_chat(case, size):
     text, is_complete, said, calls = CASES[case]
     tokens = tokens_of(text, size, is_complete=is_complete)
     body = parse_request(ChatRequest, b'{"messages": [{"role": "user", "content": "a"}]}')
@@ -116,7 +116,7 @@ def is_json(text: str) -> bool:
 
 @every_case
 @sizes
-def test_calls_are_blocks_of_a_message(case: str, size: int) -> None:
+def test_calls_are_blocks_of_a_message(case, size):
     text, is_complete, said, calls = CASES[case]
     tokens = tokens_of(text, size, is_complete=is_complete)
     request = parse_request(MessagesRequest, b'{"messages": [{"role": "user", "content": "a"}]}').generation()
@@ -137,7 +137,7 @@ def test_calls_are_blocks_of_a_message(case: str, size: int) -> None:
 
 @every_case
 @sizes
-def test_calls_are_items_of_a_response(case: str, size: int) -> None:
+def test_calls_are_items_of_a_response(case, size):
     text, is_complete, said, calls = CASES[case]
     tokens = tokens_of(text, size, is_complete=is_complete)
     store = ResponseStore(2, 10**6)
@@ -174,7 +174,7 @@ WEATHER = TOLD[0]
 
 
 @every_case
-def test_a_responses_log_probabilities_are_those_of_its_text(case: str) -> None:
+def test_a_responses_log_probabilities_are_those_of_its_text(case):
     says, is_complete, text, _ = CASES[case]
     tokens = tokens_of(says, 3, is_complete=is_complete)
     asked = {"input": "a", "store": False, "include": ["message.output_text.logprobs"]}
@@ -191,7 +191,7 @@ def test_a_responses_log_probabilities_are_those_of_its_text(case: str) -> None:
 
 
 @on_calling_server(OSLO)
-async def test_a_message_calls_a_tool_and_takes_its_result(server: Served) -> None:
+async def test_a_message_calls_a_tool_and_takes_its_result(server):
     named = WEATHER["function"]
     tools = [
         {"name": "weather", "description": named["description"], "input_schema": named["parameters"]},
@@ -217,7 +217,7 @@ async def test_a_message_calls_a_tool_and_takes_its_result(server: Served) -> No
 
 
 @on_calling_server(OSLO)
-async def test_a_response_calls_a_function_and_takes_its_output(server: Served) -> None:
+async def test_a_response_calls_a_function_and_takes_its_output(server):
     tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
     asked = {"input": "weather", "tools": tools, "max_output_tokens": 300}
     response = (await server.ask(RESPONSES, asked)).json
@@ -256,7 +256,7 @@ def chat_tools(*names: str, **fields: Any) -> Any:
         ({"type": "none"}, "none", None),
     ],
 )
-def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, is_parallel: bool | None) -> None:
+def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice, wanted, is_parallel):
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     body = {"messages": [USER], "max_tokens": 8, "tools": tools, "tool_choice": choice}
     request = parse_request(MessagesRequest, json.dumps(body).encode()).generation()
@@ -274,7 +274,7 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, 
         ),
     ],
 )
-def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any) -> None:
+def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice, wanted):
     body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
     request = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).generation
     assert tools_of(request) == chat_tools("f", "g", tool_choice=wanted)
@@ -284,7 +284,7 @@ def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any)
 
 
 @on_calling_server(OSLO)
-async def test_arguments_are_streamed_while_they_are_written(server: Served) -> None:
+async def test_arguments_are_streamed_while_they_are_written(server):
     streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
     deltas = [
         call["function"]["arguments"]
@@ -307,7 +307,7 @@ BARE = '{"name": "clock", "arguments": {}}'
         ({"response_format": {"type": "json_object"}}, f"{BARE} {BARE}", 0),  # an answer that was asked for
     ],
 )
-def test_calls_without_their_marker_are_as_many_as_may_be(body: dict[str, Any], content: str, num_calls: int) -> None:
+def test_calls_without_their_marker_are_as_many_as_may_be(body, content, num_calls):
     request = parse_request(ChatRequest, json.dumps({**ASKED, **body}).encode()).generation()
     model: Any = SimpleNamespace(runtime=SimpleNamespace(tokenizer=ToolLetters()))
     preparation = Preparation(cast(Any, None), model, request, "")
@@ -318,13 +318,13 @@ def test_calls_without_their_marker_are_as_many_as_may_be(body: dict[str, Any], 
 
 @sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])
 @on_calling_server(OSLO)
-async def test_without_tools_nothing_is_told_apart(server: Served, body: dict[str, Any]) -> None:
+async def test_without_tools_nothing_is_told_apart(server, body):
     choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
     assert server.tokenizer.told == [None]
 
 
-def test_calls_and_results_of_the_past_reach_the_template() -> None:
+def test_calls_and_results_of_the_past_reach_the_template():
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "oslo"}'}}
     messages = [
         USER,
@@ -363,13 +363,13 @@ def allowed(*names: str) -> dict[str, Any]:
 
 
 @on_calling_server("")
-async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server: Served) -> None:
+async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server):
     for names in (("clock", "weather"), ("clock",)):
         await server.ask(CHAT, {**ASKED, "max_tokens": 1, "tool_choice": allowed(*names)})
     assert server.tokenizer.told == [TOLD, TOLD]
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made():
     check = ScriptedCheck()
 
     async def test(server: Served) -> None:
@@ -381,7 +381,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None
 
 
 @on_calling_server(OSLO)
-async def test_a_model_without_calls_cannot_be_made_to_call_tools(server: Served) -> None:
+async def test_a_model_without_calls_cannot_be_made_to_call_tools(server):
     server.tokenizer.has_tool_calling = False
     choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
@@ -392,7 +392,7 @@ async def test_a_model_without_calls_cannot_be_made_to_call_tools(server: Served
 
 
 @on_calling_server(f"<t>hm</t> {OSLO}", thinks=True)
-async def test_the_reasoning_before_a_call_is_reasoning(server: Served) -> None:
+async def test_the_reasoning_before_a_call_is_reasoning(server):
     message = (await server.ask(CHAT, ASKED)).json["choices"][0]["message"]
     assert message["reasoning_content"] == "hm"
     assert (message["content"], len(message["tool_calls"])) == (None, 1)
@@ -400,7 +400,7 @@ async def test_the_reasoning_before_a_call_is_reasoning(server: Served) -> None:
 
 @STREAMED
 @on_calling_server(f"hm {OSLO} so", thinks=True, template="chat<t>")
-async def test_reasoning_that_a_call_has_ended_is_counted_to_there(server: Served, stream: bool) -> None:
+async def test_reasoning_that_a_call_has_ended_is_counted_to_there(server, stream):
     asked = {"input": "weather", "tools": [{"type": "function", **each["function"]} for each in TOLD]}
     answer = await server.ask(RESPONSES, {**asked, "top_logprobs": 1, "stream": stream})
     response = answer.named_events[-1]["response"] if stream else answer.json

@@ -63,9 +63,7 @@ async def asked(server: Served, path: str, body: dict[str, Any]) -> Any:
 @STREAMED
 @sweep(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
 @on_server()
-async def test_a_seeded_request_repeats_its_answers_the_first_as_if_alone(
-    server: Served, path: str, body: dict[str, Any], stream: bool
-) -> None:
+async def test_a_seeded_request_repeats_its_answers_the_first_as_if_alone(server, path, body, stream):
     ask = {**body, **SAMPLED}
     one = texts(await asked(server, path, ask))
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -83,7 +81,7 @@ async def test_a_seeded_request_repeats_its_answers_the_first_as_if_alone(
 
 
 @on_server()
-async def test_each_prompt_of_a_list_has_its_answers(server: Served) -> None:
+async def test_each_prompt_of_a_list_has_its_answers(server):
     prompts = ["def f", "import", "class C"]
     alone = [texts(await asked(server, COMPLETIONS, {"prompt": each, "max_tokens": 8}))[0] for each in prompts]
     assert texts(await asked(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 8})) == alone
@@ -97,7 +95,7 @@ async def test_each_prompt_of_a_list_has_its_answers(server: Served) -> None:
 
 
 @on_server()
-async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served) -> None:
+async def test_a_prompt_is_read_once_for_all_of_its_answers(server):
     prompt = "def f and g, " * 4
     answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, "n": 4})
 
@@ -128,9 +126,7 @@ async def assert_ended(server: Served, one: Any, *, fails: bool) -> None:
 @sweep("fails", [False, True])
 @STREAMED
 @on_server()
-async def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(
-    server: Served, stream: bool, fails: bool
-) -> None:
+async def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(server, stream, fails):
     seen = watched_streams(server)
     async with server.exchange(CHAT, {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}) as one:
         await trio.sleep(1.0)  # simulated
@@ -145,7 +141,7 @@ async def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(
 
 
 @on_server(settings={"seed": 7})
-async def test_answers_differ_where_the_seed_is_the_servers(server: Served) -> None:
+async def test_answers_differ_where_the_seed_is_the_servers(server):
     body = {"prompt": "def f", "temperature": 1.0, "max_tokens": 12}
     named = texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": 7}))
     assert len(set(named)) == 3
@@ -154,7 +150,7 @@ async def test_answers_differ_where_the_seed_is_the_servers(server: Served) -> N
 
 
 @on_server()
-async def test_biases_of_texts_are_those_of_all_prompts(server: Served) -> None:
+async def test_biases_of_texts_are_those_of_all_prompts(server):
     seen = watched_streams(server)
     await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
     assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
@@ -164,7 +160,7 @@ async def test_biases_of_texts_are_those_of_all_prompts(server: Served) -> None:
 
 
 @STREAMED
-def test_answers_that_begin_when_others_have_ended_are_the_same(stream: bool) -> None:
+def test_answers_that_begin_when_others_have_ended_are_the_same(stream):
     body = {"prompt": ["def f", "import", "class C"], "n": 2, **SAMPLED, "max_tokens": 6, "stream": stream}
     answers: list[list[str]] = []
 
@@ -179,7 +175,7 @@ def test_answers_that_begin_when_others_have_ended_are_the_same(stream: bool) ->
 
 
 @on_server(max_streams=2)
-async def test_a_request_for_many_answers_leaves_others_their_turn(server: Served) -> None:
+async def test_a_request_for_many_answers_leaves_others_their_turn(server):
     runtime, seen = server.simulation.runtime, watched_streams(server)
     many = {"prompt": ["def f", "import", "class C"], "n": 4, "max_tokens": 12, "stream": True}
     async with server.exchange(COMPLETIONS, many) as first:
@@ -193,13 +189,13 @@ async def test_a_request_for_many_answers_leaves_others_their_turn(server: Serve
 
 
 @on_server(ScriptedModel(looping, context_length=12))
-async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response(server: Served) -> None:
+async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response(server):
     body = {"prompt": "abcd", "logprobs": 20, "n": 2, "max_tokens": 10**6}
     assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
 @on_server(ScriptedModel(looping, context_length=40), max_streams=1)
-async def test_prompts_that_begin_later_are_checked_before_any_begins(server: Served) -> None:
+async def test_prompts_that_begin_later_are_checked_before_any_begins(server):
     seen = watched_streams(server)
     answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
     assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
@@ -210,8 +206,8 @@ async def test_prompts_that_begin_later_are_checked_before_any_begins(server: Se
 @STREAMED
 @on_server(max_streams=1)
 async def test_a_client_that_leaves_or_an_answer_that_fails_ends_a_request_whose_answers_have_not_all_begun(
-    server: Served, stream: bool, fails: bool
-) -> None:
+    server, stream, fails
+):
     seen = watched_streams(server)
     async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
         await trio.sleep(60)  # simulated: in one of the first answers
@@ -236,9 +232,7 @@ def logits_of(script: Any, history: list[int]) -> list[float]:
 @sweep("max_tokens", [0, 1, 5])
 @STREAMED
 @on_server()
-async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(
-    server: Served, max_tokens: int, stream: bool
-) -> None:
+async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(server, max_tokens, stream):
     prompt = "def f and g"
     ids = server.tokenizer.encode(prompt)
     body = {"prompt": [ids], "temperature": 0, "max_tokens": max_tokens, "logprobs": 2, "echo": True, "seed": 1234}
@@ -277,9 +271,7 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer
 @sweep("num_top", [0, 2])
 @sweep("max_tokens", [1, 5])
 @sweep("path", [COMPLETIONS, CHAT])
-async def test_log_probabilities_of_the_prompt_are_those_of_its_score(
-    server: Served, path: str, max_tokens: int, num_top: int
-) -> None:
+async def test_log_probabilities_of_the_prompt_are_those_of_its_score(server, path, max_tokens, num_top):
     said = {"prompt": "def f and g"} if path == COMPLETIONS else HELLO
     body = {**said, "max_tokens": max_tokens, "n": 2, "prompt_logprobs": num_top}
     answer = await asked(server, path, body)
@@ -305,7 +297,7 @@ async def test_log_probabilities_of_the_prompt_are_those_of_its_score(
 
 
 @on_server()
-async def test_log_probabilities_of_a_prompt_stand_beside_an_echo_and_not_in_a_stream(server: Served) -> None:
+async def test_log_probabilities_of_a_prompt_stand_beside_an_echo_and_not_in_a_stream(server):
     body = {"prompt": ["abc", "a"], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
     long, short = (await asked(server, COMPLETIONS, body))["choices"]
     assert {len(each) for each in long["prompt_logprobs"][1:]} <= {3, 4}
@@ -338,16 +330,14 @@ LLAMA, GLM = ["<s>", " Hello", " world", "!"], ["[gMASK]", "<sop>", "Hello", " w
         (GLM, "Hello world", [0, 0, 0, 5]),
     ],
 )
-def test_tokens_that_the_tokenizer_has_put_in_front_move_no_offsets(
-    pieces: list[str], prompt: str | None, offsets: list[int]
-) -> None:
+def test_tokens_that_the_tokenizer_has_put_in_front_move_no_offsets(pieces, prompt, offsets):
     tokenizer: Any = Pieces(pieces)
     echo = make_echo(prompt, tuple(range(len(pieces))), tokenizer)
     assert (echo.offsets, echo.text) == (offsets, "".join(pieces) if prompt is None else prompt)
 
 
 @on_server()
-async def test_the_log_likelihoods_that_lm_eval_reads(server: Served) -> None:
+async def test_the_log_likelihoods_that_lm_eval_reads(server):
     """The request of lm-eval's `local-completions`, and how it reads the response."""
     context, continuation = "def f", " and g"
     ids = [server.tokenizer.encode(context + continuation), server.tokenizer.encode(context + ". No")]
@@ -364,7 +354,7 @@ async def test_the_log_likelihoods_that_lm_eval_reads(server: Served) -> None:
 
 
 @on_server(always({"\n": 9.0}))
-async def test_an_empty_answer_counts_in_the_log_probabilities_of_an_echo(server: Served) -> None:
+async def test_an_empty_answer_counts_in_the_log_probabilities_of_an_echo(server):
     # What ends the text has no text. Clients count tokens from the end.
     body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
     (choice,) = (await asked(server, COMPLETIONS, body))["choices"]
@@ -373,7 +363,7 @@ async def test_an_empty_answer_counts_in_the_log_probabilities_of_an_echo(server
 
 
 @on_server()
-async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server: Served) -> None:
+async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server):
     body = {"prompt": ["abc", "b"], "max_tokens": 0, "echo": True}
     answer = await asked(server, COMPLETIONS, body)
     assert texts(answer) == ["abc", "b"]
@@ -384,7 +374,7 @@ async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server: 
 
 
 @on_server(limits=Limits(prefill_step_size=5))
-async def test_the_prompt_of_an_echo_is_read_as_the_request_has_it(server: Served) -> None:
+async def test_the_prompt_of_an_echo_is_read_as_the_request_has_it(server):
     ids = list(range(3, 23))
     body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
     runtime = server.simulation.runtime
@@ -397,9 +387,7 @@ async def test_the_prompt_of_an_echo_is_read_as_the_request_has_it(server: Serve
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @on_server(ScriptedModel(looping, context_length=40))
-async def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_one_is_read(
-    server: Served, max_tokens: int
-) -> None:
+async def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_one_is_read(server, max_tokens):
     body = {"prompt": ["abc", "abd"], "max_tokens": max_tokens, "echo": True, "logprobs": 1}
     long = {"prompt": ["abc", "a" * 40]}
     for more, message in (({"stop_tokens": [64]}, "stop_tokens"), ({"logit_bias": {"99": 1}}, "logit_bias")):
@@ -415,7 +403,7 @@ async def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_on
 
 
 @on_server(limits=Limits(max_prompt_tokens=5))
-async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server: Served) -> None:
+async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server):
     refused = await server.ask(COMPLETIONS, {"prompt": ["abc", "abcdef"]})
     assert refused.fault["message"] == (
         "prompt is too long: 6 tokens > 5 maximum; for prompts, this model's maximum context length is 5 tokens here "
@@ -452,7 +440,7 @@ FAMILIES = [
 
 
 @on_server(tokenizer=Coder(**FAMILIES[0][0]))
-async def test_an_editor_s_completions_are_answered_in_either_form(server: Served) -> None:
+async def test_an_editor_s_completions_are_answered_in_either_form(server):
     """The requests of Continue's providers `mistral`, and `openai` and `vllm`, which write the markers themselves."""
     stop = ["/src/", "#- coding: utf-8", "```"]
     # They send no seed. Without one, two texts at this temperature may still differ.
@@ -471,7 +459,7 @@ async def test_an_editor_s_completions_are_answered_in_either_form(server: Serve
 
 
 @on_server(tokenizer=Coder(**FAMILIES[0][0]))
-async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on(server: Served) -> None:
+async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on(server):
     answer = await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
     assert answer["object"] == "chat.completion"
     await asked(server, COMPLETIONS, {"prompt": "ab", "suffix": "", "max_tokens": 2})
@@ -480,7 +468,7 @@ async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_g
 
 
 @on_server(always({"S": 9.0, "x": 5.0}), tokenizer=Coder(**FAMILIES[0][0]))
-async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server: Served) -> None:
+async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]
     assert texts(await asked(server, FIM, {**body, "min_tokens": 4})) == ["xxxx"]
@@ -492,6 +480,6 @@ async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server: Se
 @on_server(
     always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [Letters.ALPHABET.index("x")]}
 )
-async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server: Served) -> None:
+async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]

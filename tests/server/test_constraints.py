@@ -57,13 +57,13 @@ def parsed(fields: dict[str, Any]) -> GenerationRequest:
 
 
 @sweep(("fields", "kind", "value"), FIELDS)
-def test_a_field_is_the_constraint_that_it_stands_for(fields: Any, kind: str, value: Any) -> None:
+def test_a_field_is_the_constraint_that_it_stands_for(fields, kind, value):
     constraint = parsed(fields).constraint
     assert (constraint.kind, constraint.value, constraint.field) == (kind, value, next(iter(fields)))
     assert constraint.write()
 
 
-def test_no_constraint_is_none() -> None:
+def test_no_constraint_is_none():
     assert [parsed(fields).constraint for fields in NONE] == [None] * len(NONE)
 
 
@@ -93,7 +93,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_answers_keep_to_their_format_in_every_api() -> None:
+async def test_answers_keep_to_their_format_in_every_api():
     async with real_server(*calling_pair(thinks=False)) as (app, _):
         for path, fields, holds in ASKED:
             said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
@@ -108,7 +108,7 @@ async def test_answers_keep_to_their_format_in_every_api() -> None:
             assert message in refused.fault["message"]
 
 
-async def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
+async def test_what_cannot_be_kept_to_to_the_end_is_named():
     tokenizer = Tokenizer(BPE(vocab={"<eos>": 0, "a": 1, "b": 2}, merges=[]))
     tokenizer.decoder = ByteLevel()
     letters = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")

@@ -23,7 +23,7 @@ async def prompt_of(server: Served, **chat: Any) -> str:
 @sweep("stream", [False, True])
 @sweep("path", [CHAT, MESSAGES, RESPONSES])
 @on_server(looping)
-async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: str, stream: bool) -> None:
+async def test_the_answer_goes_on_where_the_message_ends(server, path, stream):
     expected = await server.simulation.runtime.generate(server.tokenizer.encode(CONTINUED), max_tokens=9)
     asked = {"messages": [HELLO, BEGUN], "input": [HELLO, BEGUN], "max_tokens": 9, "max_output_tokens": 9}
     answer = await server.ask(path, {**asked, "stream": stream})
@@ -53,9 +53,7 @@ async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: s
         (HELLO, {"add_generation_prompt": False}, "user:hello.user:hello."),
     ],
 )
-async def test_a_request_says_whether_a_new_message_begins(
-    server: Served, last: Any, fields: dict[str, Any], prompt: str
-) -> None:
+async def test_a_request_says_whether_a_new_message_begins(server, last, fields, prompt):
     assert await prompt_of(server, messages=[HELLO, last], **fields) == prompt
     answer = await server.ask(CHAT, {"messages": [HELLO, last], **fields, "max_tokens": 1})
     assert (answer.status, answer.headers.get("x-outrider-ignored")) == (200, None)
@@ -64,9 +62,7 @@ async def test_a_request_says_whether_a_new_message_begins(
 
 @on_server()
 @sweep("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
-async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(
-    server: Served, content: Any
-) -> None:
+async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(server, content):
     asked = {"messages": [HELLO, {"role": "assistant", "content": content}], "max_tokens": 3}
     answer = await server.ask(MESSAGES, asked)
     assert answer.status == 400
@@ -78,7 +74,7 @@ async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics
 
 
 @on_server(looping)
-async def test_a_response_that_continues_a_message_is_kept_as_one_message_with_it(server: Served) -> None:
+async def test_a_response_that_continues_a_message_is_kept_as_one_message_with_it(server):
     first = (await server.ask(RESPONSES, {"input": [HELLO, BEGUN], "max_output_tokens": 5})).json
     asked = {"input": [], "previous_response_id": first["id"], "max_output_tokens": 5}
     second = (await server.ask(RESPONSES, asked)).json
@@ -89,7 +85,7 @@ async def test_a_response_that_continues_a_message_is_kept_as_one_message_with_i
 
 
 @on_server()
-async def test_a_call_at_the_end_is_not_continued_in_anthropics_api(server: Served) -> None:
+async def test_a_call_at_the_end_is_not_continued_in_anthropics_api(server):
     call = {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {}}
     content = [{"type": "text", "text": "well, "}, call]
     asked = {"messages": [HELLO, {"role": "assistant", "content": content}], "max_tokens": 1}

@@ -32,9 +32,7 @@ async def over(server: Served) -> bool:
 
 @STREAMED
 @on_server(looping, max_streams=1)
-async def test_requests_that_run_and_wait_end_and_others_are_told_to_ask_elsewhere(
-    server: Served, stream: bool
-) -> None:
+async def test_requests_that_run_and_wait_end_and_others_are_told_to_ask_elsewhere(server, stream):
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(server.exchange(COMPLETIONS, {**LONG, "stream": stream}))
         await trio.sleep(1)
@@ -62,7 +60,7 @@ async def test_requests_that_run_and_wait_end_and_others_are_told_to_ask_elsewhe
 
 
 @on_server(looping)
-async def test_a_server_that_drains_says_so_until_it_ends(server: Served) -> None:
+async def test_a_server_that_drains_says_so_until_it_ends(server):
     before = await server.ask("/health")
     assert (before.status, before.json["status"]) == (200, "ok")
     assert (await figures(server.app))["outrider_draining", ""] == 0
@@ -77,7 +75,7 @@ async def test_a_server_that_drains_says_so_until_it_ends(server: Served) -> Non
 
 
 @on_server()
-async def test_a_request_whose_body_was_under_way_is_refused(server: Served) -> None:
+async def test_a_request_whose_body_was_under_way_is_refused(server):
     async with server.exchange(COMPLETIONS) as late:
         late.give(b'{"prompt": ', more=True)
         await trio.sleep(1)
@@ -88,7 +86,7 @@ async def test_a_request_whose_body_was_under_way_is_refused(server: Served) -> 
 
 
 @on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
-async def test_a_failed_target_is_of_more_interest_than_the_end(server: Served) -> None:
+async def test_a_failed_target_is_of_more_interest_than_the_end(server):
     await server.ask(COMPLETIONS, DEF)
     server.app.admission.drain()
     assert (await server.ask("/health")).json["status"] == "broken"

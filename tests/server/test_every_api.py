@@ -43,7 +43,7 @@ async def both_ways(server: Served, api: Api, **more: Any) -> list[Any]:
 
 @EACH
 @sweep("at_length", [True, False])
-def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
+def test_events_add_up_to_the_whole_answer(at_length, api):
     async def test(server: Served) -> None:
         whole = (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
         for stream in (False, True):
@@ -64,7 +64,7 @@ def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
 
 @EACH
 @on_server()
-async def test_usage_is_what_the_statistics_say(server: Served, api: Api) -> None:
+async def test_usage_is_what_the_statistics_say(server, api):
     seen = watched_streams(server)
     usages = [body["usage"] for body in await both_ways(server, api)]
     assert usages == [api.usage(stream.statistics()) for _, stream in seen]
@@ -74,7 +74,7 @@ async def test_usage_is_what_the_statistics_say(server: Served, api: Api) -> Non
 
 @EACH
 @on_server()
-async def test_a_stop_string_ends_an_answer(server: Served, api: Api) -> None:
+async def test_a_stop_string_ends_an_answer(server, api):
     whole = (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
     for stream in (False, True):
         answer = await server.ask(api.path, {**api.asked, api.stop: [whole[7:10]], "stream": stream})
@@ -88,7 +88,7 @@ async def test_a_stop_string_ends_an_answer(server: Served, api: Api) -> None:
 
 @EACH
 @on_server(*models())
-async def test_fields_are_the_settings_that_they_stand_for(server: Served, api: Api) -> None:
+async def test_fields_are_the_settings_that_they_stand_for(server, api):
     seen = watched_streams(server)
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "lookahead": 2}
     # Extensions that are not simply settings are the same everywhere, too.
@@ -100,7 +100,7 @@ async def test_fields_are_the_settings_that_they_stand_for(server: Served, api: 
 
 @EACH
 @on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
-async def test_a_stream_without_news_is_kept_alive(server: Served, api: Api) -> None:
+async def test_a_stream_without_news_is_kept_alive(server, api):
     answer = await server.ask(api.path, {**api.asked, api.length: 3, "stream": True, "lookahead": 0})
     sign = b"event: ping" if api.path == MESSAGES else b": keep-alive\n\n"
     assert answer.body.count(sign) >= 2 * 3
@@ -110,7 +110,7 @@ async def test_a_stream_without_news_is_kept_alive(server: Served, api: Api) -> 
 
 @EACH
 @on_server()
-async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(server: Served, api: Api) -> None:
+async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(server, api):
     async with server.exchange(api.path, {**api.asked, api.length: 500, "stream": True}) as leaving:
         await leaving.until(lambda answer: api.delta in answer.body)
         leaving.leave()
@@ -124,7 +124,7 @@ async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(serv
 @EACH
 @STREAMED
 @on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
-async def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(server: Served, stream: bool, api: Api) -> None:
+async def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(server, stream, api):
     answer = await server.ask(api.path, {**api.asked, "lookahead": 0, "stream": stream})
     message, kind = api.error(answer)
     assert "the target model failed" in message
@@ -148,7 +148,7 @@ def num_cached(usage: Any, api: Api) -> int:
 
 @EACH
 @on_server(*models())
-async def test_a_request_for_no_tokens_reads_its_prompt_for_the_next_one(server: Served, api: Api) -> None:
+async def test_a_request_for_no_tokens_reads_its_prompt_for_the_next_one(server, api):
     bodies = await both_ways(server, api, **{api.length: 0})
     for body in bodies:
         if api.path != CHAT:
@@ -184,7 +184,7 @@ def post(server: Served, path: str) -> Any:
 
 @EACH
 @on_server()
-async def test_whoever_knows_its_id_cancels_an_answer_which_ends_with_what_there_is(server: Served, api: Api) -> None:
+async def test_whoever_knows_its_id_cancels_an_answer_which_ends_with_what_there_is(server, api):
     async with server.exchange(api.path, {**api.asked, api.length: 500, "stream": True}) as asking:
         await asking.until(lambda answer: answer.body.count(api.delta) > 4)
         id = id_of(asking)
@@ -209,7 +209,7 @@ async def test_whoever_knows_its_id_cancels_an_answer_which_ends_with_what_there
 
 @EACH
 @on_server(price=priced(prefill=50.0))
-async def test_a_cancelled_answer_whose_prompt_is_being_read_is_empty(server: Served, api: Api) -> None:
+async def test_a_cancelled_answer_whose_prompt_is_being_read_is_empty(server, api):
     async with server.exchange(api.path, {**api.asked, "stream": True}) as asking:
         await asking.until(lambda answer: bool(answer.sent))
         began = trio.current_time()
@@ -221,7 +221,7 @@ async def test_a_cancelled_answer_whose_prompt_is_being_read_is_empty(server: Se
 
 @EACH
 @on_server()
-async def test_an_answer_as_one_body_has_its_id_in_a_header_and_is_cancelled_alike(server: Served, api: Api) -> None:
+async def test_an_answer_as_one_body_has_its_id_in_a_header_and_is_cancelled_alike(server, api):
     with mock.patch("secrets.token_hex", return_value="7"):
         async with server.exchange(api.path, {**api.asked, api.length: 500}) as asking:
             await trio.sleep(20)
@@ -234,7 +234,7 @@ LONG = "".join(Letters.ALPHABET[i % 26] for i in range(100))
 
 @EACH
 @on_server(answering("<t>" + LONG), tokenizer=Letters(thinks=True))
-async def test_reasoning_is_ended_by_the_id_of_its_answer(server: Served, api: Api) -> None:
+async def test_reasoning_is_ended_by_the_id_of_its_answer(server, api):
     async with server.exchange(api.path, {**api.asked, api.length: 200, "stream": True}) as asking:
         await asking.until(lambda answer: b"re" in answer.body and len(answer.sent) > 8)
         id = id_of(asking)
@@ -259,7 +259,7 @@ async def test_reasoning_is_ended_by_the_id_of_its_answer(server: Served, api: A
     ],
 )
 @EACH
-def test_reasoning_is_parts_of_their_own_in_their_order(text: str, parts: Any, api: Api) -> None:
+def test_reasoning_is_parts_of_their_own_in_their_order(text, parts, api):
     tokenizer = Letters(thinks=True)
 
     async def test(server: Served) -> None:
@@ -296,9 +296,7 @@ BUDGETS: list[dict[str, Any]] = [
 @sweep("budget", BUDGETS)
 @EACH
 @on_server(answering("<t>never enso yes"), tokenizer=Letters(thinks=True))
-async def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(
-    server: Served, budget: dict[str, Any], api: Api
-) -> None:
+async def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(server, budget, api):
     # The script goes on by position, behind the tag of four letters.
     for body in await both_ways(server, api, **budget):
         assert told(body, api) == ("neve", "so yes")

@@ -1,7 +1,6 @@
 """The limit of open files, and how many connections it allows."""
 
 import resource
-from typing import Any
 
 import pytest
 from sweeps import sweep
@@ -51,17 +50,15 @@ def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int = 10
     ],
 )
 def test_the_limit_is_raised_as_far_as_connections_need_it_and_may_be(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int, requested: Any, number: int, soft_after: int
-) -> None:
+    monkeypatch, soft, hard, most, requested, number, soft_after
+):
     system = limits(monkeypatch, soft, hard, most)
     assert make_room_for_connections(requested) == number
     assert system.now == (soft_after, hard)
 
 
 @pytest.mark.parametrize(("soft", "hard", "most"), [(1024, 4096, 10**6), (4096, NO_LIMIT, 4096)])
-def test_more_connections_than_there_may_be_files_are_an_error(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int
-) -> None:
+def test_more_connections_than_there_may_be_files_are_an_error(monkeypatch, soft, hard, most):
     limits(monkeypatch, soft, hard, most)
     with pytest.raises(SettingsError, match=r"--max-connections must be at most 3968 here, got 3969: .* 4096 files"):
         make_room_for_connections(4096 - OTHER_FILES + 1)

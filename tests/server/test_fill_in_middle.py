@@ -147,9 +147,7 @@ def made(family: str) -> TokenizerWrapper:
 
 @pairs
 @sweep("family", BY_CARD)
-def test_a_prompt_is_what_the_tokenizer_makes_of_the_text_on_the_model_card(
-    family: str, prefix: str, suffix: str
-) -> None:
+def test_a_prompt_is_what_the_tokenizer_makes_of_the_text_on_the_model_card(family, prefix, suffix):
     _, card, ends = BY_CARD[family]
     tokenizer = made(family)
     fill = fill_in_middle(tokenizer)
@@ -164,7 +162,7 @@ def spelled(tokenizer: Any, tokens: list[int]) -> str:
 
 @pairs
 @sweep("family", ["Codestral", "CodeLlama"])
-def test_sentencepiece_puts_a_space_in_front_of_the_prefix_alone(family: str, prefix: str, suffix: str) -> None:
+def test_sentencepiece_puts_a_space_in_front_of_the_prefix_alone(family, prefix, suffix):
     """So do Meta's and Mistral's own encoders: the suffix goes on where the middle ends."""
     tokenizer = made(family)
     fill = fill_in_middle(tokenizer)
@@ -186,5 +184,5 @@ def test_sentencepiece_puts_a_space_in_front_of_the_prefix_alone(family: str, pr
         assert spelled(tokenizer, before) == " " + prefix
 
 
-def test_a_tokenizer_without_such_tokens_fills_in_nothing() -> None:
+def test_a_tokenizer_without_such_tokens_fills_in_nothing():
     assert fill_in_middle(byte_level(GPT2, ["<fim_prefix>", "<fim_suffix>"], is_special=True)) is None

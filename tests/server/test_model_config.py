@@ -30,13 +30,13 @@ def read(folder: Path, content: str) -> Any:
     return read_models(str(path), SHARED, {"top_k": 5})
 
 
-def test_a_word_in_place_of_a_drafter_is_no_folder_beside_the_file(folder: Path) -> None:
+def test_a_word_in_place_of_a_drafter_is_no_folder_beside_the_file(folder):
     (folder / "auto").mkdir()
     (model,) = read(folder, '[models.x]\ntarget = "large"\ndraft = "auto"')
     assert (model.draft, model.draft_name) == ("auto", "auto")
 
 
-def test_a_file_has_a_table_for_each_model(folder: Path) -> None:
+def test_a_file_has_a_table_for_each_model(folder):
     one, other, remote = read(
         folder,
         """
@@ -110,26 +110,26 @@ LARGE = '[models.x]\ntarget = "large"\n'
         ('[models.""]\ntarget = "large"', "models: a name must have 1 to 200 printable characters, got ''"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_table_and_key(folder: Path, content: str, expected: str) -> None:
+def test_what_is_wrong_is_said_with_file_table_and_key(folder, content, expected):
     with pytest.raises(ConfigFileError) as caught:
         read(folder, content)
     assert expected in str(caught.value).replace(str(folder), "…")
 
 
-def test_a_table_says_how_a_model_is_loaded(folder: Path) -> None:
+def test_a_table_says_how_a_model_is_loaded(folder):
     [model] = read(folder, '[models.x]\ntarget = { path = "large", quantize = 8, model_config = { rope_theta = 1e6 } }')
     assert model.target == ModelSpec(str(folder / "large"), quantize=8, model_config={"rope_theta": 1e6})
     assert model.num_bytes > 0
 
 
-def test_the_file_in_the_guide_is_one(folder: Path) -> None:
+def test_the_file_in_the_guide_is_one(folder):
     guide = (ROOT / "docs" / "server.md").read_text()
     example = guide.partition("## Several models")[2].partition("```text\n")[2].partition("```")[0]
     coder, writer = read(folder, example.replace("path/or/hub-id", "large"))
     assert (coder.name, coder.idle_s, writer.idle_s) == ("coder", 900.0, 60.0)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigFileError, match=r"models\.toml' cannot be read: No such file or directory; give a TOML"):
         read_models(str(tmp_path / "models.toml"), SHARED, {})
 
@@ -146,7 +146,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         ([], "[models.x], kv_bits: kv_bits must be"),
     ],
 )
-def test_the_command_line_says_so_too(folder: Path, arguments: list[str], expected: str, capfd: Any) -> None:
+def test_the_command_line_says_so_too(folder, arguments, expected, capfd):
     path = folder / "wrong.toml"
     path.write_text('[models.x]\ntarget = "large"\nkv_bits = 7')
     assert cli.main(["serve", "--port", "0", "--config", str(path), *arguments]) == 2

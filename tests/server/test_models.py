@@ -36,7 +36,7 @@ def with_models(*specs: ServedModel, **options: Any) -> Callable[[Callable[..., 
 
 
 @with_models(A, B)
-async def test_a_model_is_loaded_for_its_first_request_and_stays(server: ServedModels) -> None:
+async def test_a_model_is_loaded_for_its_first_request_and_stays(server):
     assert server.loads.history == []
     began = trio.current_time()
     answer = await server.complete("b")
@@ -50,7 +50,7 @@ async def test_a_model_is_loaded_for_its_first_request_and_stays(server: ServedM
 
 
 @with_models(A, B)
-async def test_the_first_model_is_the_default_and_unknown_ones_an_error(server: ServedModels) -> None:
+async def test_the_first_model_is_the_default_and_unknown_ones_an_error(server):
     assert (await server.complete(None)).json["model"] == "a"
     answer = await server.complete("gpt")
     assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
@@ -60,7 +60,7 @@ async def test_the_first_model_is_the_default_and_unknown_ones_an_error(server: 
 
 
 @with_models(A, B)
-async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_meanwhile(server: ServedModels) -> None:
+async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_meanwhile(server):
     await server.complete("a")
     began, asked = trio.current_time(), []
     async with AsyncExitStack() as stack:
@@ -84,7 +84,7 @@ async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_m
 
 
 @with_models(A, B, C)
-async def test_models_are_loaded_one_by_one_in_order_of_request(server: ServedModels) -> None:
+async def test_models_are_loaded_one_by_one_in_order_of_request(server):
     most = 0
 
     async def watch() -> None:
@@ -108,7 +108,7 @@ async def test_models_are_loaded_one_by_one_in_order_of_request(server: ServedMo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream: bool, autojump_clock: Any) -> None:
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream, autojump_clock):
     async def leave_after(seconds: float) -> None:
         async with served_models(A, spec("b", idle_s=3.0)) as server:
             began = trio.current_time()
@@ -130,7 +130,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream: bool, a
 
 
 @with_models(A, B)
-async def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgotten(server: ServedModels) -> None:
+async def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgotten(server):
     async with server.completing("a") as patient:
         await trio.sleep(1)
         async with server.completing("b") as first, server.completing("b") as second:
@@ -146,7 +146,7 @@ async def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgott
 
 
 @with_models(A)
-async def test_a_load_that_has_begun_is_finished_for_the_next_client(server: ServedModels) -> None:
+async def test_a_load_that_has_begun_is_finished_for_the_next_client(server):
     async with server.completing("a") as leaving:
         await trio.sleep(1)
         leaving.leave()
@@ -156,7 +156,7 @@ async def test_a_load_that_has_begun_is_finished_for_the_next_client(server: Ser
     assert server.loads.history == [("load", "a")]
 
 
-async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojump_clock: Any) -> None:
+async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojump_clock):
     for seconds in (0.0, 1.0, LOAD_S, LOAD_S + 1):
         with trio.CancelScope() as scope:
             async with served_models(A, B) as server, trio.open_nursery() as nursery:
@@ -172,7 +172,7 @@ async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojum
 
 
 @with_models(spec("a", idle_s=30.0), B)
-async def test_a_model_is_unloaded_after_its_idle_time_never_at_work(server: ServedModels) -> None:
+async def test_a_model_is_unloaded_after_its_idle_time_never_at_work(server):
     await server.complete("a", 200)  # takes longer than its time
     assert server.loads.history == [("load", "a")]
     for _ in range(3):
@@ -191,7 +191,7 @@ async def test_a_model_is_unloaded_after_its_idle_time_never_at_work(server: Ser
 
 
 @with_models(A, B, C, memory_limit=25)
-async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloaded(server: ServedModels) -> None:
+async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloaded(server):
     for name in ("a", "b", "a", "c"):
         assert (await server.complete(name)).text == text_of(name, 4)
     assert server.loads.history == [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
@@ -200,7 +200,7 @@ async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloade
 
 
 @with_models(A, B, memory_limit=15)
-async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server: ServedModels) -> None:
+async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server):
     await server.complete("a")
     async with server.completing("a", 300) as long:
         await trio.sleep(1)
@@ -218,7 +218,7 @@ async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server: ServedModels
     assert long.over_at < other.over_at < late.over_at
 
 
-async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhile() -> None:
+async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhile():
     collecting, go_on = threading.Event(), threading.Event()
 
     class Holds:
@@ -251,7 +251,7 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
 
 
 @with_models(A, spec("large", num_bytes=30), memory_limit=25)
-async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(server: ServedModels) -> None:
+async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(server):
     await server.complete("a")
     answer = await server.complete("large")
     assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
@@ -260,7 +260,7 @@ async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(server: S
 
 
 @with_models(A, B, C, memory_limit=35)
-async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(server: ServedModels) -> None:
+async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(server):
     for name in ("a", "b", "c"):
         await server.complete(name)
     assert [event for event, _ in server.loads.history] == ["load"] * 3
@@ -276,7 +276,7 @@ async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_li
 
 
 @with_models(A, B)
-async def test_a_model_that_fails_to_load_concerns_only_its_clients(server: ServedModels) -> None:
+async def test_a_model_that_fails_to_load_concerns_only_its_clients(server):
     await server.complete("b")
     server.loads.failing.add("a")
     async with server.completing("a") as one, server.completing("a") as another, server.completing("b") as other:
@@ -292,7 +292,7 @@ async def test_a_model_that_fails_to_load_concerns_only_its_clients(server: Serv
 
 
 @with_models(A, B, loads=ScriptedLoads(fails={"a": [{"feed": range(8, 10_000)}]}))
-async def test_a_model_whose_target_fails_is_unloaded_and_loaded_anew(server: ServedModels) -> None:
+async def test_a_model_whose_target_fails_is_unloaded_and_loaded_anew(server):
     await server.complete("b")
     answer = await server.complete("a", 20, stream=True)
     assert answer.events[-1]["error"]["code"] == "models_unavailable"
@@ -308,7 +308,7 @@ async def test_a_model_whose_target_fails_is_unloaded_and_loaded_anew(server: Se
 
 
 @with_models(A, spec("b", draft_name="small"), spec("c", draft="auto", draft_name="auto"))
-async def test_the_models_are_listed_loaded_or_not(server: ServedModels) -> None:
+async def test_the_models_are_listed_loaded_or_not(server):
     await server.complete("b")
     assert (await ask(server.app, "/v1/models/c")).json["draft"] == "auto"
     await server.complete("c")  # in which "auto" finds none
@@ -322,7 +322,7 @@ async def test_the_models_are_listed_loaded_or_not(server: ServedModels) -> None
 
 
 @with_models(A, B, memory_limit=15)
-async def test_counters_are_by_model_and_survive_its_unloading(server: ServedModels) -> None:
+async def test_counters_are_by_model_and_survive_its_unloading(server):
     seen = []
     for name in ("a", "a", "b", "a"):
         await server.complete(name)
@@ -346,7 +346,7 @@ STOP = text_of("b", 2)[1]
 
 
 @with_models(spec("a", settings={"max_tokens": 3}), spec("b", settings={"stop": [STOP]}))
-async def test_the_settings_of_a_model_are_those_of_requests_without_others(server: ServedModels) -> None:
+async def test_the_settings_of_a_model_are_those_of_requests_without_others(server):
     assert (await ask(server.app, COMPLETIONS, {"prompt": PROMPT, "model": "a"})).text == text_of("a", 3)
     assert (await server.complete("a", 8)).text == text_of("a", 8)
     assert (await server.complete("b", 8)).text == text_of("b", 8).partition(STOP)[0]

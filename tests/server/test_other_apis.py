@@ -55,7 +55,7 @@ async def both_ways(server: Served, path: str, body: dict[str, Any]) -> list[Any
 
 
 @on_server()
-async def test_the_length_of_a_prompt_is_known_from_the_beginning_of_a_message(server: Served) -> None:
+async def test_the_length_of_a_prompt_is_known_from_the_beginning_of_a_message(server):
     whole = await server.ask(MESSAGES, MESSAGE)
     streamed = await server.ask(MESSAGES, {**MESSAGE, "cache_prompt": False, "stream": True})
     assert streamed.named_events[0]["message"]["usage"]["input_tokens"] == whole.json["usage"]["input_tokens"]
@@ -65,7 +65,7 @@ LOGPROBS = {"include": ["message.output_text.logprobs"]}
 
 
 @on_server()
-async def test_log_probabilities_are_those_of_a_chat(server: Served) -> None:
+async def test_log_probabilities_are_those_of_a_chat(server):
     chat = await server.ask(CHAT, {**HELLO, "max_tokens": 20, "logprobs": True, "top_logprobs": 2})
     expected = chat.json["choices"][0]["logprobs"]["content"]
     assert {len(token["top_logprobs"]) for token in expected} == {2}
@@ -78,14 +78,14 @@ async def test_log_probabilities_are_those_of_a_chat(server: Served) -> None:
 
 
 @on_server(answering("<t> hm so </t> yes"), tokenizer=Letters(thinks=True))
-async def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning(server: Served) -> None:
+async def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning(server):
     for response in await both_ways(server, RESPONSES, {**RESPONSE, **LOGPROBS}):
         reasoning, message = (item["content"][0] for item in response["output"])
         assert "logprobs" not in reasoning
         assert "".join(token["token"] for token in message["logprobs"]).strip() == message["text"] == "yes"
 
 
-def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> None:
+def test_log_probabilities_come_beside_reasoning_opened_by_the_template():
     # With a constraint, the whole text is the answer.
     letters: Any = Letters(thinks=True)
     parsed = parse_response_request(json.dumps({**RESPONSE, **LOGPROBS}).encode(), ResponseStore(1, 1))
@@ -102,7 +102,7 @@ def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> Non
 
 
 @on_server()
-async def test_settings_are_given_back_with_a_response(server: Served) -> None:
+async def test_settings_are_given_back_with_a_response(server):
     given = {
         "instructions": "be brief",
         "metadata": {"a": "b"},
@@ -120,7 +120,7 @@ async def test_settings_are_given_back_with_a_response(server: Served) -> None:
 
 
 @on_server(settings={"temperature": 0.7})
-async def test_a_response_names_the_servers_default_where_the_request_sets_none(server: Served) -> None:
+async def test_a_response_names_the_servers_default_where_the_request_sets_none(server):
     for sent, temperature in (({}, 0.7), ({"temperature": None}, 0.7), ({"temperature": 0}, 0.0)):
         body = (await server.ask(RESPONSES, {**RESPONSE, **sent})).json
         assert (body["temperature"], body["top_p"]) == (temperature, 1.0)
@@ -187,7 +187,7 @@ ANSWERED = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
         ),
     ],
 )
-async def test_a_conversation_is_that_of_a_chat(server: Served, path: str, conversation: Any, chat: Any) -> None:
+async def test_a_conversation_is_that_of_a_chat(server, path, conversation, chat):
     answer = await server.ask(path, {**conversation, "max_tokens": 8, "max_output_tokens": 8})
     same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
     assert server.tokenizer.seen[-1] == server.tokenizer.seen[-2] == chat
@@ -236,9 +236,7 @@ CACHED = {"type": "ephemeral", "ttl": "5m"}
         ),
     ],
 )
-async def test_what_a_client_sends_by_itself_is_not_refused(
-    server: Served, path: str, asked: Any, by_itself: Any
-) -> None:
+async def test_what_a_client_sends_by_itself_is_not_refused(server, path, asked, by_itself):
     headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
     answer = await server.ask(path, {**asked, **by_itself}, headers=headers)
     assert answer.status == 200
@@ -262,11 +260,11 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
         (response_of(reasoning={"effort": None}), {}),
     ],
 )
-def test_reasoning_is_what_the_template_is_told(request_: GenerationRequest, variables: Any) -> None:
+def test_reasoning_is_what_the_template_is_told(request_, variables):
     assert request_.chat.variables == variables
 
 
-def test_a_format_is_that_of_a_chat() -> None:
+def test_a_format_is_that_of_a_chat():
     given = {**FORMAT, "name": "thing", "strict": True}
     for request in (message_of(output_config={"format": FORMAT}), response_of(text={"format": given})):
         assert request.constraint == Constraint("json", SCHEMA, "response_format")
@@ -275,7 +273,7 @@ def test_a_format_is_that_of_a_chat() -> None:
 
 
 @on_server(limits=Limits(max_prompt_tokens=100))
-async def test_tokens_are_counted_without_generating(server: Served) -> None:
+async def test_tokens_are_counted_without_generating(server):
     seen = watched_streams(server)
     counted = await server.ask(COUNT_TOKENS, HELLO)
     assert seen == []
@@ -291,7 +289,7 @@ async def test_tokens_are_counted_without_generating(server: Served) -> None:
 
 
 @on_server(api_key="s3cret", limits=Limits(max_body_bytes=2000))
-async def test_every_error_of_messages_has_the_form_and_the_type_of_this_api(server: Served) -> None:
+async def test_every_error_of_messages_has_the_form_and_the_type_of_this_api(server):
     async def told(path: str, body: Any, key: dict[str, str], **more: Any) -> tuple[int, str | None]:
         answer = await server.ask(path, body, headers={"content-type": "application/json", **key}, **more)
         return answer.status, answer.json.get("error", {}).get("type")
@@ -310,7 +308,7 @@ async def test_every_error_of_messages_has_the_form_and_the_type_of_this_api(ser
 
 @STREAMED
 @on_server()
-async def test_a_response_continues_a_stored_one(server: Served, stream: bool) -> None:
+async def test_a_response_continues_a_stored_one(server, stream):
     async def respond(text: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
         answer = await server.ask(RESPONSES, {"max_output_tokens": 6, "stream": stream, "input": text, **fields})
         return body_of(answer), {"role": "assistant", "content": text_of(answer)}
@@ -327,14 +325,14 @@ async def test_a_response_continues_a_stored_one(server: Served, stream: bool) -
 
 
 @on_server(answering("<t>hm</t>yes"), tokenizer=Letters(thinks=True))
-async def test_reasoning_is_kept_for_the_chat_template(server: Served) -> None:
+async def test_reasoning_is_kept_for_the_chat_template(server):
     first = (await server.ask(RESPONSES, RESPONSE)).json
     await server.ask(RESPONSES, {**RESPONSE, "previous_response_id": first["id"]})
     assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
 @on_server()
-async def test_a_stored_response_can_be_read_referred_to_and_dropped(server: Served) -> None:
+async def test_a_stored_response_can_be_read_referred_to_and_dropped(server):
     answer = await server.ask(RESPONSES, RESPONSE)
     first = answer.json
     address = f"{RESPONSES}/{first['id']}"
@@ -352,7 +350,7 @@ async def test_a_stored_response_can_be_read_referred_to_and_dropped(server: Ser
 
 
 @on_server(limits=Limits(max_stored_responses=2))
-async def test_only_the_latest_responses_are_stored(server: Served) -> None:
+async def test_only_the_latest_responses_are_stored(server):
     ids = [(await server.ask(RESPONSES, RESPONSE)).json["id"] for _ in range(2)]
     assert (await server.ask(f"{RESPONSES}/{ids[0]}")).status == 200  # used last
     ids.append((await server.ask(RESPONSES, RESPONSE)).json["id"])
@@ -366,7 +364,7 @@ async def test_only_the_latest_responses_are_stored(server: Served) -> None:
     st.integers(0, 100),
 )
 @settings(deadline=None)
-def test_a_store_keeps_within_its_bounds_what_was_used_last(steps: Any, max_responses: int, max_bytes: int) -> None:
+def test_a_store_keeps_within_its_bounds_what_was_used_last(steps, max_responses, max_bytes):
     store = ResponseStore(max_responses, max_bytes)
     kept: dict[str, StoredResponse] = {}  # the plain definition: in the order of use
     for i, (step, which, size) in enumerate(steps):

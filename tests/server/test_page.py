@@ -18,7 +18,7 @@ from playwright.sync_api import expect
 from scripted_server import POLICY, Exchange, ScriptedServer
 from served_command import KEY, until
 from served_thread import num_streams, serving_in_thread
-from visitors import Open, Tab
+from visitors import Tab
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.server.app import Service
@@ -82,9 +82,7 @@ def coloured(tab: Tab, lane: int) -> float:
     return share
 
 
-def test_an_answer_is_shown_from_the_connection_to_its_end_and_when_the_page_is_loaded_again(
-    tab: Tab, server: ScriptedServer
-) -> None:
+def test_an_answer_is_shown_from_the_connection_to_its_end_and_when_the_page_is_loaded_again(tab, server):
     exchange = reading(tab, server)
     expect(tab["state-more"]).to_contain_text("1,234 tokens")
     exchange.write((" upon", "drafted"), (" a", "drafted"), " time", spans=[("target", "verify", 0.5, 1.0)])
@@ -121,7 +119,7 @@ def test_an_answer_is_shown_from_the_connection_to_its_end_and_when_the_page_is_
 Moment = Callable[[Tab, ScriptedServer], Exchange]
 
 
-def test_stop_or_a_new_prompt_ends_an_answer_at_any_moment(tab: Tab, server: ScriptedServer) -> None:
+def test_stop_or_a_new_prompt_ends_an_answer_at_any_moment(tab, server):
     moments: list[Moment] = [connecting, waiting, reading, writing]
     for under_way in moments:
         exchange = under_way(tab, server)
@@ -141,7 +139,7 @@ def test_stop_or_a_new_prompt_ends_an_answer_at_any_moment(tab: Tab, server: Scr
         tab.expect_text("Twice as much")
 
 
-def test_what_goes_wrong_is_said_and_keeps_the_text(opened: Open, server: ScriptedServer) -> None:
+def test_what_goes_wrong_is_said_and_keeps_the_text(opened, server):
     tab = opened()  # whose clock is set
     for lose in (Exchange.cut, lambda exchange: exchange.send(b"0\r\n\r\n")):
         lose(writing(tab, server))
@@ -168,7 +166,7 @@ def test_what_goes_wrong_is_said_and_keeps_the_text(opened: Open, server: Script
     expect(tab["problem"]).to_be_hidden()
 
 
-def test_the_key_and_the_settings_are_asked_for_sent_and_remembered(opened: Open, server: ScriptedServer) -> None:
+def test_the_key_and_the_settings_are_asked_for_sent_and_remembered(opened, server):
     server.key = "right"
     tab = opened(loaded=False)
     tab.page.goto(server.url)
@@ -204,7 +202,7 @@ def test_the_key_and_the_settings_are_asked_for_sent_and_remembered(opened: Open
 # --- conversations --------------------------------------------------------------------------------
 
 
-def test_a_conversation_has_turns_reasoning_calls_and_several_models(tab: Tab, server: ScriptedServer) -> None:
+def test_a_conversation_has_turns_reasoning_calls_and_several_models(tab, server):
     server.model |= {"has_chat_template": True, "state": "loaded"}
     server.others = [{"id": "tiny/second", "has_chat_template": True, "draft": None, "state": "unloaded"}]
     tab.load()
@@ -306,9 +304,7 @@ HOSTILE = """<img src=x onerror=alert(1)> <script>alert(1)</script>
 `<b>` **<i onclick=alert(1)>** <https://example.org>"""
 
 
-def test_an_answer_is_formatted_while_it_is_written_and_what_a_model_writes_is_never_html(
-    opened: Open, server: ScriptedServer
-) -> None:
+def test_an_answer_is_formatted_while_it_is_written_and_what_a_model_writes_is_never_html(opened, server):
     nasty = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>&amp;"
     server.model |= {"id": nasty, "draft": nasty, "has_chat_template": True}
     tab = opened()
@@ -348,7 +344,7 @@ EVENTS = (
 READ = ['{"a": "é🎈"}', "no blank", "two\nlines", "", " blank", "[DONE]"]
 
 
-def test_events_and_markdown_of_any_form_are_read_wherever_they_are_cut(tab: Tab) -> None:
+def test_events_and_markdown_of_any_form_are_read_wherever_they_are_cut(tab):
     cuts = [*([i] for i in range(len(EVENTS))), *([i, i + 1] for i in range(len(EVENTS) - 1)), [*range(len(EVENTS))]]
     read = tab.page.evaluate(
         """async ([bytes, cuts]) => {
@@ -434,9 +430,7 @@ CONTROLS = "button:visible, a:visible, input:visible, textarea:visible, canvas:v
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_is_wide_enough_and_every_word_can_be_read_and_every_control_has_a_name(
-    opened: Open, server: ScriptedServer, scheme: str
-) -> None:
+def test_a_phone_is_wide_enough_and_every_word_can_be_read_and_every_control_has_a_name(opened, server, scheme):
     server.model |= {"id": "a-publisher/with-a-very-long-name-of-a-model-8B-4bit", "draft": "one/with-another-name"}
     options = {"viewport": {"width": 320, "height": 700}, "has_touch": True, "is_mobile": True}
     tab = opened(color_scheme=scheme, reduced_motion="reduce", **options)
@@ -458,7 +452,7 @@ def test_a_phone_is_wide_enough_and_every_word_can_be_read_and_every_control_has
         assert named, control.evaluate("e => e.outerHTML")
 
 
-def test_everything_can_be_done_by_keyboard(tab: Tab, server: ScriptedServer) -> None:
+def test_everything_can_be_done_by_keyboard(tab, server):
     tab.press("Enter")  # nothing is asked
     tab["prompt"].fill("か")
     tab["prompt"].dispatch_event("keydown", {"key": "Enter", "isComposing": True})
@@ -521,9 +515,7 @@ def text_of(url: str, prompt: str, num_tokens: int) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_shows_the_text_of_the_real_server_opens_its_timeline_and_ends_what_is_left(
-    served: str, opened: Open
-) -> None:
+def test_the_page_shows_the_text_of_the_real_server_opens_its_timeline_and_ends_what_is_left(served, opened):
     for path in ("", "page/index.html", "page/app.js", "page/style.css"):
         part = httpx.get(served + path)
         assert part.headers.get_list("Content-Security-Policy") == [POLICY]
@@ -565,7 +557,7 @@ def test_the_page_shows_the_text_of_the_real_server_opens_its_timeline_and_ends_
 
 
 @pytest.mark.slow
-def test_the_description_of_the_api_shows_its_operations_and_sends_requests(served: str, opened: Open) -> None:
+def test_the_description_of_the_api_shows_its_operations_and_sends_requests(served, opened):
     tab = opened(loaded=False, viewport={"width": 320, "height": 800})
     tab.url, page = served, tab.page
     page.goto(f"{served}docs")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from asgi import BOTH, CHAT, COMPLETIONS, DEF, FIM, HELLO, MESSAGES, MODEL, RESPONSES, Served, on_server
+from asgi import BOTH, CHAT, COMPLETIONS, DEF, FIM, HELLO, MESSAGES, MODEL, RESPONSES, on_server
 from sweeps import sweep
 from tool_letters import ASKED, TOOLS, ToolLetters
 
@@ -189,9 +189,7 @@ class Plain(ToolLetters):
 
 @on_server(tokenizer=Plain())
 @sweep(("path", "body", "param", "said"), REFUSED)
-async def test_what_is_wrong_is_named_with_its_bound(
-    server: Served, path: str, body: Any, param: str | None, said: str
-) -> None:
+async def test_what_is_wrong_is_named_with_its_bound(server, path, body, param, said):
     answer = await server.ask(path, body)
     assert answer.status == 400 or (answer.status, said) == (404, NOT_STORED)
     if path == MESSAGES:
@@ -223,7 +221,7 @@ STRICT: list[tuple[dict[str, Any], str, str]] = [
 
 @on_server(is_strict=True, limits=Limits(max_tokens_limit=20))
 @BOTH
-async def test_a_strict_server_refuses_what_others_ignore(server: Served, path: str, body: Any) -> None:
+async def test_a_strict_server_refuses_what_others_ignore(server, path, body):
     for fields, param, said in STRICT:
         answer = await server.ask(path, {**body, **fields})
         status, code = (404, "model_not_found") if param == "model" else (400, None)

@@ -16,7 +16,6 @@ from asgi import (
     MODEL,
     RESPONSES,
     Letters,
-    Served,
     direct,
     models,
     on_server,
@@ -43,9 +42,7 @@ OTHERS = [(RESPONSES, {"input": "hello", "max_output_tokens": 30}), (MESSAGES, {
 
 @sweep(("path", "body"), [(COMPLETIONS, {**DEF, "max_tokens": 30}), (CHAT, {**HELLO, "max_tokens": 30}), *OTHERS])
 @on_server()
-async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(
-    server: Served, path: str, body: Any
-) -> None:
+async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(server, path, body):
     whole = (await direct(server, DEF if path == COMPLETIONS else HELLO, max_tokens=30)).text
     stop = whole[11:13]
     token = {"stop": "", "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
@@ -60,7 +57,7 @@ async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(
 
 
 @on_server(hashed("ends", 4.0), hashed("draft", 1.0, hashed("ends", 4.0)))
-async def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(server: Served) -> None:
+async def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(server):
     short = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 400})
     least = short.json["usage"]["completion_tokens"] + 8
     for manner in ({}, {"temperature": 1, "seed": 3}):
@@ -74,7 +71,7 @@ async def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_no
 
 
 @on_server()
-async def test_a_stop_token_does_not_end_an_answer_before_its_least_length(server: Served) -> None:
+async def test_a_stop_token_does_not_end_an_answer_before_its_least_length(server):
     token = Letters.ALPHABET.index((await direct(server, DEF, max_tokens=5)).text[0])
     stop = {**DEF, "max_tokens": 30, "stop_token_ids": [token]}
     assert (await server.ask(COMPLETIONS, stop)).json["usage"]["completion_tokens"] == 1
@@ -83,7 +80,7 @@ async def test_a_stop_token_does_not_end_an_answer_before_its_least_length(serve
     assert Letters.ALPHABET[token] not in longer.text
 
 
-def test_a_text_may_end_where_nothing_else_is_allowed() -> None:
+def test_a_text_may_end_where_nothing_else_is_allowed():
     processor = min_tokens(4, [1, 9])
     logits = mx.array([[0.5, 2.0, 1.0]])
     only_the_end = mx.array([[-mx.inf, 2.0, -mx.inf]])
@@ -93,7 +90,7 @@ def test_a_text_may_end_where_nothing_else_is_allowed() -> None:
 
 
 @on_server(ScriptedModel(lambda history: [float(i == history[-1]) for i in range(64)], context_length=40))
-async def test_an_answer_that_may_be_longer_than_the_context_ends_there(server: Served) -> None:
+async def test_an_answer_that_may_be_longer_than_the_context_ends_there(server):
     for max_tokens in (-1, 36, 10**30):
         answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
         assert answer.json["usage"]["total_tokens"] == 40
@@ -127,7 +124,7 @@ class Watched(Letters):
 
 
 @on_server(tokenizer=Watched())
-async def test_variables_of_the_chat_template_reach_it(server: Served) -> None:
+async def test_variables_of_the_chat_template_reach_it(server):
     tokenizer: Any = server.tokenizer
     for fields, expected in VARIABLES:
         answer = await server.ask(CHAT, {**HELLO, **fields, "max_tokens": 1})
@@ -138,7 +135,7 @@ async def test_variables_of_the_chat_template_reach_it(server: Served) -> None:
             assert (answer.status, tokenizer.given) == (200, expected)
 
 
-def test_special_tokens_but_reasoning_marks_are_left_out_on_request() -> None:
+def test_special_tokens_but_reasoning_marks_are_left_out_on_request():
     tokenizer = calling_tokenizer()
     ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
     tokens = [Token(id, tokenizer.decode([id]), i, drafted_by=None) for i, id in enumerate(ids)]
@@ -162,7 +159,7 @@ class WithSpecialToken(Letters):
 
 
 @on_server(saying("axbxc", len(DEF["prompt"])), tokenizer=WithSpecialToken())
-async def test_special_tokens_that_are_left_out_have_no_place_in_the_text(server: Served) -> None:
+async def test_special_tokens_that_are_left_out_have_no_place_in_the_text(server):
     asked = {**DEF, "skip_special_tokens": True, "logprobs": 0}
     (choice,) = (await server.ask(COMPLETIONS, asked)).json["choices"]
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("abc", [0, 1, 1, 2, 2])
@@ -173,7 +170,7 @@ OTHER_NAMES = [("seed", "random_seed", 4), ("thinking", "enable_thinking", False
 
 
 @sweep(("name", "other", "value"), OTHER_NAMES)
-def test_null_is_as_if_a_field_was_not_sent(name: str, other: str, value: Any) -> None:
+def test_null_is_as_if_a_field_was_not_sent(name, other, value):
     def parsed(**fields: Any) -> ChatRequest:
         return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())
 
@@ -186,7 +183,7 @@ def test_null_is_as_if_a_field_was_not_sent(name: str, other: str, value: Any) -
 
 
 @on_server(hashed("never the same", 4.0), hashed("draft", 20.0))
-async def test_a_prediction_is_drafted_from(server: Served) -> None:
+async def test_a_prediction_is_drafted_from(server):
     plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
     seen = watched_streams(server)
     for content in (plain.text, [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}]):
@@ -198,7 +195,7 @@ async def test_a_prediction_is_drafted_from(server: Served) -> None:
 
 
 @on_server()
-async def test_a_seed_of_minus_one_is_a_fresh_one(server: Served) -> None:
+async def test_a_seed_of_minus_one_is_a_fresh_one(server):
     asked = {**DEF, "temperature": 1, "max_tokens": 30, "seed": -1}
     one, other = [(await server.ask(COMPLETIONS, asked)).text for _ in range(2)]
     assert one != other
@@ -206,7 +203,7 @@ async def test_a_seed_of_minus_one_is_a_fresh_one(server: Served) -> None:
 
 @BOTH
 @on_server()
-async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: Served, path: str, body: Any) -> None:
+async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server, path, body):
     options = {"continuous_usage_stats": True, "include_usage": True}
     answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
     counts = [event["usage"]["completion_tokens"] for event in answer.events]
@@ -220,7 +217,7 @@ async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: S
 
 @BOTH
 @on_server(*models())
-async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Served, path: str, body: Any) -> None:
+async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server, path, body):
     seen = watched_streams(server)
     for options in (None, {"include_usage": True}):
         asked = {**body, "max_tokens": 20, "lookahead": 3}
@@ -275,7 +272,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 
 @on_server()
 @BOTH
-async def test_a_field_that_means_nothing_is_ignored_and_named(server: Served, path: str, body: Any) -> None:
+async def test_a_field_that_means_nothing_is_ignored_and_named(server, path, body):
     expected = await direct(server, body, max_tokens=9)
     for fields, named in IGNORED:
         answer = await server.ask(path, {**body, **fields, "max_tokens": 9})
@@ -300,14 +297,14 @@ NESTED: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @on_server(limits=Limits(max_tokens=3))
-async def test_what_is_ignored_in_any_api_and_within_other_objects_is_named(server: Served) -> None:
+async def test_what_is_ignored_in_any_api_and_within_other_objects_is_named(server):
     for path, fields, named in NESTED:
         answer = await server.ask(path, {**ASKED[path], **fields})
         assert (answer.status, answer.headers.get(HEADER)) == (200, named)
 
 
 @on_server(limits=Limits(max_tokens=3))
-async def test_nothing_is_named_where_nothing_was_ignored(server: Served) -> None:
+async def test_nothing_is_named_where_nothing_was_ignored(server):
     nothing = {"audio": None, "web_search_options": None, "annotations": [], "user": None, "model": "gpt-4o"}
     for path, body in ASKED.items():
         answer = await server.ask(path, {**body, **nothing, "seed": 3})
@@ -315,7 +312,7 @@ async def test_nothing_is_named_where_nothing_was_ignored(server: Served) -> Non
 
 
 @on_server(is_strict=True, limits=Limits(max_tokens=3))
-async def test_a_strict_server_describes_what_it_refuses(server: Served) -> None:
+async def test_a_strict_server_describes_what_it_refuses(server):
     described = (await server.ask("/openapi.json")).json
     for path, body in ASKED.items():
         assert (await server.ask(path, {**body, "zzz": 1})).status == 400
@@ -325,13 +322,13 @@ async def test_a_strict_server_describes_what_it_refuses(server: Served) -> None
         assert described["components"]["schemas"][name.rpartition("/")[2]]["additionalProperties"] is False
 
 
-def test_a_header_has_only_so_many_names() -> None:
+def test_a_header_has_only_so_many_names():
     header = IgnoredFields({f"a{i}": False for i in range(40)}).header
     assert header.split(", ") == [*(f"a{i}" for i in range(32)), "+8 more"]
 
 
 @on_server(limits=Limits(max_tokens=3))
-async def test_any_model_name_means_the_one_model(server: Served) -> None:
+async def test_any_model_name_means_the_one_model(server):
     for path, body in ASKED.items():
         answer = await server.ask(path, {**body, "model": "gpt-4o"})
         assert answer.status == 200
@@ -340,7 +337,7 @@ async def test_any_model_name_means_the_one_model(server: Served) -> None:
 
 
 @on_server(api_key="s3cret", limits=Limits(max_tokens=3))
-async def test_paths_without_a_version_are_those_with_it_and_need_the_key(server: Served) -> None:
+async def test_paths_without_a_version_are_those_with_it_and_need_the_key(server):
     for path, body in {**ASKED, "/v1/models": None}.items():
         headers = {} if body is None else {"content-type": "application/json"}
         short = path.removeprefix("/v1")

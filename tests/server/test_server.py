@@ -57,7 +57,7 @@ FAILS = {"feed": range(8, 10_000)}
 
 @BOTH
 @sweep("ending", ["length", "logprobs", "stop", "end"])
-def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) -> None:
+def test_chunks_add_up_to_the_whole_answer(ending, path, body):
     async def test(server: Served) -> None:
         whole = (await direct(server, body, max_tokens=30)).text
         more = {
@@ -90,7 +90,7 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
 
 
 @on_server(*models(hashed("clients", 4.0)), max_waiting=100)
-async def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone(server: Served) -> None:
+async def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone(server):
     names = itertools.product("abcdefghij", repeat=2)
     bodies = [{"prompt": f"def {a}{b}", "max_tokens": 5 + number % 5} for number, (a, b) in enumerate(names)]
     alone = [(await direct(server, body, max_tokens=body["max_tokens"])).text for body in bodies]
@@ -125,7 +125,7 @@ def logprobs_of(answer: Exchange, *names: str) -> dict[str, list[Any]]:
 
 @STREAMED
 @on_server(two_ways)
-async def test_log_probabilities_of_a_completion(server: Served, stream: bool) -> None:
+async def test_log_probabilities_of_a_completion(server, stream):
     for most in (0, 3):
         answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
         joined = logprobs_of(answer, "tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -145,7 +145,7 @@ async def test_log_probabilities_of_a_completion(server: Served, stream: bool) -
 
 @STREAMED
 @on_server(two_ways)
-async def test_log_probabilities_of_a_chat(server: Served, stream: bool) -> None:
+async def test_log_probabilities_of_a_chat(server, stream):
     start = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
     for most in (None, 0, 3):
         asked = {**HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": most, "stream": stream}
@@ -163,7 +163,7 @@ async def test_log_probabilities_of_a_chat(server: Served, stream: bool) -> None
 
 
 @on_server(ScriptedModel(saying("yes", 5)))
-async def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability(server: Served) -> None:
+async def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability(server):
     answer = await server.ask(COMPLETIONS, {**DEF, "logprobs": 1})
     assert answer.text == "yes"
     assert answer.json["choices"][0]["logprobs"]["tokens"] == ["y", "e", "s"]
@@ -172,7 +172,7 @@ async def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability(
     assert (chat.text, chat.json["choices"][0]["finish_reason"]) == ("y", "stop")
 
 
-def test_the_bytes_of_parts_of_characters_add_up_to_them() -> None:
+def test_the_bytes_of_parts_of_characters_add_up_to_them():
     fallback = byte_fallback()
     emoji = [fallback.convert_tokens_to_ids(name) for name in EMOJI_BYTES]
     cases: list[tuple[Any, list[int], str]] = [(demo(), demo().encode("é🙂"), "é🙂"), (fallback, emoji, "🙂")]
@@ -183,14 +183,14 @@ def test_the_bytes_of_parts_of_characters_add_up_to_them() -> None:
         assert bytes(byte for part in parts for byte in part or []).decode() == expected
 
 
-def test_bytes_that_a_tokenizer_does_not_tell_are_unknown() -> None:
+def test_bytes_that_a_tokenizer_does_not_tell_are_unknown():
     tokenizer: Any = Letters()
     assert token_bytes(tokenizer, 3, "é") == [0xC3, 0xA9]
     assert token_bytes(tokenizer, 3, "\ufffd") is None
 
 
 @on_server(ScriptedModel(saying("yesno", 5)))
-async def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string(server: Served) -> None:
+async def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string(server):
     # "ye" may become the first stop string, and "sno" is the second.
     asked = {**DEF, "stop": ["yet", "sno"], "logprobs": 1, "max_tokens": 20}
     for stream in (False, True):
@@ -201,7 +201,7 @@ async def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string(server
 
 @BOTH
 @on_server(looping, price=priced(prefill=8.0, decode=2.0, verify=2.0))
-async def test_the_first_chunk_of_each_choice_comes_with_its_first_token(server: Served, path: str, body: Any) -> None:
+async def test_the_first_chunk_of_each_choice_comes_with_its_first_token(server, path, body):
     seen = watched_streams(server)
     answer = await server.ask(path, {**body, "max_tokens": 3, "n": 2, "stream": True, "lookahead": 0})
     sent = zip(answer.sent, answer.times, strict=True)
@@ -246,7 +246,7 @@ def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
     st.lists(st.integers(0, 30), max_size=8),
     st.booleans(),
 )
-def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: list[int], is_thinking: bool) -> None:
+def test_thoughts_are_told_apart_however_a_text_is_cut(parts, cuts, is_thinking):
     text = "".join(parts)
     reader, answer = AnswerReader(tags=TAGS, is_thinking=is_thinking), Answer()
     for piece in pieces(text, cuts):
@@ -259,7 +259,7 @@ def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: l
 
 
 @on_server(looping, max_streams=2, max_waiting=1)
-async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
+async def test_a_full_house_says_when_to_come_again(server):
     async with AsyncExitStack() as stack:
         long = {**DEF, "max_tokens": 50, "lookahead": 0}
         asked = [await stack.enter_async_context(server.exchange(COMPLETIONS, long)) for _ in range(3)]
@@ -283,7 +283,7 @@ async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
 
 
 @on_server(looping, memory_limit=100)
-async def test_requests_wait_for_memory_and_a_prompt_that_never_fits_is_refused(server: Served) -> None:
+async def test_requests_wait_for_memory_and_a_prompt_that_never_fits_is_refused(server):
     rt = server.simulation.runtime
     async with AsyncExitStack() as stack:
         long = {**DEF, "max_tokens": 50}
@@ -304,14 +304,14 @@ async def test_requests_wait_for_memory_and_a_prompt_that_never_fits_is_refused(
 
 
 @on_server(max_streams=1, max_waiting=0)
-async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
+async def test_a_full_house_is_not_sent_a_body(server):
     async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:
         await trio.sleep(1)
         assert (await server.ask(COMPLETIONS)).status == 429  # though its body never comes
         first.leave()
 
 
-def test_retry_after_follows_the_time_of_valid_answers() -> None:
+def test_retry_after_follows_the_time_of_valid_answers():
     now = 0.0
     admission = RequestAdmission(lambda: 2, 1, lambda: now)
     assert admission.retry_after_s == 1
@@ -335,7 +335,7 @@ def test_retry_after_follows_the_time_of_valid_answers() -> None:
     assert admission.retry_after_s == 60
 
 
-def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
+def test_rejected_clients_are_told_to_come_one_after_the_other():
     now = 0.0
     admission = RequestAdmission(lambda: 4, 0, lambda: now)
 
@@ -380,9 +380,7 @@ async def leaves(server: Served, phase: str, body: dict[str, Any]) -> Exchange:
 @STREAMED
 @sweep("phase", PHASES)
 @on_server(looping, tokenising_s=4.0, max_streams=1, max_waiting=0)
-async def test_a_client_that_leaves_ends_its_generation_within_one_pass(
-    server: Served, phase: str, stream: bool
-) -> None:
+async def test_a_client_that_leaves_ends_its_generation_within_one_pass(server, phase, stream):
     simulation = server.simulation
     one = await leaves(server, phase, {**LONG, "stream": stream})
     left_at = trio.current_time()
@@ -401,9 +399,7 @@ async def test_a_client_that_leaves_ends_its_generation_within_one_pass(
 
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(st.integers(0, 400), st.booleans(), st.sampled_from([0, 3, "auto"]), st.integers(0, 1000))
-def test_a_client_may_leave_at_any_time_beside_another(
-    quarters: int, stream: bool, lookahead: Any, schedule: int
-) -> None:
+def test_a_client_may_leave_at_any_time_beside_another(quarters, stream, lookahead, schedule):
     leaves_at = quarters / 4
 
     async def test(server: Served) -> None:
@@ -436,9 +432,7 @@ def test_a_client_may_leave_at_any_time_beside_another(
 
 @BOTH
 @on_server(ScriptedModel(looping, fails=FAILS))
-async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(
-    server: Served, path: str, body: Any
-) -> None:
+async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(server, path, body):
     answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "lookahead": 0})
     *chunks, last = answer.events
     assert len(chunks) > 3
@@ -461,7 +455,7 @@ async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(
 
 
 @on_server(ScriptedModel(looping, fails=FAILS))
-async def test_waiting_for_a_break_ends_after_all_streams_have_their_error(server: Served) -> None:
+async def test_waiting_for_a_break_ends_after_all_streams_have_their_error(server):
     rt, broken = server.simulation.runtime, []
 
     async def wait() -> None:
@@ -478,7 +472,7 @@ async def test_waiting_for_a_break_ends_after_all_streams_have_their_error(serve
 
 
 @on_server(*models())
-async def test_a_server_without_its_drafter_stays_in_service(server: Served, monkeypatch: Any) -> None:
+async def test_a_server_without_its_drafter_stays_in_service(server, monkeypatch):
     assert (await server.ask("/health")).json["status"] == "ok"
     monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
     health = await server.ask("/health")
@@ -489,7 +483,7 @@ async def test_a_server_without_its_drafter_stays_in_service(server: Served, mon
 
 @STREAMED
 @on_server(ScriptedModel(looping, fails={"check": {6}}))
-async def test_a_text_that_cannot_be_trusted_is_not_given(server: Served, stream: bool) -> None:
+async def test_a_text_that_cannot_be_trusted_is_not_given(server, stream):
     answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "stream": stream})
     if stream:
         assert answer.events[-1]["error"]["code"] == "generation_failed"
@@ -501,7 +495,7 @@ async def test_a_text_that_cannot_be_trusted_is_not_given(server: Served, stream
 
 
 @on_server(looping, price=priced(prefill=4.0, decode=4.0, verify=4.0))
-async def test_a_stream_whose_text_is_withheld_is_kept_alive(server: Served) -> None:
+async def test_a_stream_whose_text_is_withheld_is_kept_alive(server):
     asked = {**DEF, "max_tokens": 16, "lookahead": 0}
     stop = (await server.ask(COMPLETIONS, asked)).text + "and more"
     answer = await server.ask(COMPLETIONS, {**asked, "stream": True, "stop": stop})
@@ -538,9 +532,7 @@ _ON: list[dict[str, Any]] = [
         (BEGUN_TEMPLATE, [{}]),  # has no switch
     ],
 )
-async def test_reasoning_comes_before_json_if_it_was_asked_for_or_has_begun(
-    template: str, cases: list[dict[str, Any]]
-) -> None:
+async def test_reasoning_comes_before_json_if_it_was_asked_for_or_has_begun(template, cases):
     """vllm-project/vllm #47027."""
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
     of = tokenizer(template, thinks=True)
@@ -568,7 +560,7 @@ async def test_reasoning_comes_before_json_if_it_was_asked_for_or_has_begun(
         (_SWITCHED, {"enable_thinking": False}, None),
     ],
 )
-async def test_a_switch_that_the_template_does_not_have_is_named(template: str, fields: Any, named: str | None) -> None:
+async def test_a_switch_that_the_template_does_not_have_is_named(template, fields, named):
     """sgl-project/sglang #9488."""
     async with real_server((target(), tokenizer(template, thinks=True))) as (app, _):
         for path, more in ((CHAT, {"max_tokens": 2}), ("/v1/tokenize", {})):

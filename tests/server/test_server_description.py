@@ -81,7 +81,7 @@ def described(description: dict[str, Any]) -> set[tuple[str, str, str, str]]:
 
 
 @on_server()
-async def test_the_description_has_the_routes_of_the_application_but_for_its_pages(server: Served) -> None:
+async def test_the_description_has_the_routes_of_the_application_but_for_its_pages(server):
     routes = {}
     for route in server.app.app.routes:
         if route.path not in PAGES:
@@ -100,7 +100,7 @@ def description_with_key() -> dict[str, Any]:
     return found[0]
 
 
-def test_operations_have_summaries_and_the_page_shows_texts_verbatim() -> None:
+def test_operations_have_summaries_and_the_page_shows_texts_verbatim():
     description = description_with_key()
     operations = [each for methods in description["paths"].values() for each in methods.values()]
     summaries = [each["summary"] for each in operations]
@@ -110,7 +110,7 @@ def test_operations_have_summaries_and_the_page_shows_texts_verbatim() -> None:
     assert not [text for text in shown if "`" in text]
 
 
-def test_every_response_is_as_described_and_every_described_response_is_given() -> None:
+def test_every_response_is_as_described_and_every_described_response_is_given():
     description = Description(closed(description_with_key()))
     assert {check(description, path, answer) for path, answer in all_seen()} == described(description.content)
 
@@ -246,7 +246,7 @@ def check_type(body: dict[str, Any], type: str, nulls: Locations) -> None:
 @sweep(
     "path", [pytest.param(path, marks=[pytest.mark.slow] * ("anthropic" in of.whole)) for path, of in SCHEMAS.items()]
 )
-def test_answers_are_what_the_clients_for_python_and_for_javascript_read(path: str) -> None:
+def test_answers_are_what_the_clients_for_python_and_for_javascript_read(path):
     schema = SCHEMAS[path]
     answers = [answer for at, answer in all_seen() if at == path and answer.scope["method"] != "DELETE"]
     num_checked = 0

@@ -217,7 +217,7 @@ def _nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 @sweep("kind", REQUESTS)
-async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(kind: str) -> None:
+async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(kind):
     async with served() as server:
 
         async def go(num_bytes: int) -> None:
@@ -235,7 +235,7 @@ STEP = 61
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REQUESTS)
-async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str) -> None:
+async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind):
     async with served(patience=Limits(idle_s=0.5)) as server:
 
         async def go(num_bytes: int) -> None:
@@ -254,7 +254,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(ki
 
 @pytest.mark.slow
 @sweep("kind", REQUESTS)
-async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind: str) -> None:
+async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind):
     async with served(patience=Limits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
         statuses: list[int] = []
 
@@ -287,7 +287,7 @@ async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_g
         (b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n", 505),
     ],
 )
-async def test_what_is_no_request_is_answered_and_is_the_last_of_its_connection(garbage: bytes, status: int) -> None:
+async def test_what_is_no_request_is_answered_and_is_the_last_of_its_connection(garbage, status):
     async with client_of() as (client, _):
         answer = await told(client, garbage)
         assert (answer.status, answer.is_whole) == (status, True)
@@ -295,7 +295,7 @@ async def test_what_is_no_request_is_answered_and_is_the_last_of_its_connection(
         assert await client.hear_all() == b""
 
 
-async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body() -> None:
+async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body():
     async with client_of() as (client, _):
         await client.send(request("HEAD", "/health", headers={"Transfer-Encoding": "chunked"}) + b"no length\r\n")
         status, _ = await client.head() or (0, {})
@@ -306,9 +306,7 @@ async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body() ->
 @sweep("stream", [False, True])
 @sweep("behind", [b"\r\n", REQUESTS["health"]])
 @sweep(("version", "headers"), [("1.0", {}), ("1.1", {"Connection": "close"})])
-async def test_what_comes_behind_a_last_request_is_no_error(
-    version: str, headers: dict[str, str], behind: bytes, stream: bool
-) -> None:
+async def test_what_comes_behind_a_last_request_is_no_error(version, headers, behind, stream):
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": stream}
     async with client_of() as (client, _):
         answer = await told(client, request("POST", "/v1/completions", body, version=version, headers=headers) + behind)
@@ -316,7 +314,7 @@ async def test_what_comes_behind_a_last_request_is_no_error(
         assert await client.hear_all() == b""
 
 
-async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_connection() -> None:
+async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_connection():
     async with client_of() as (client, _):
         both = REQUESTS["a body in chunks"].replace(b"Host:", b"Content-Length: 999999999\r\nHost:", 1)
         answer = await told(client, both + REQUESTS["health"])
@@ -325,7 +323,7 @@ async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_c
 
 
 @sweep("at", ["within the body", "within a chunk"])
-async def test_garbage_in_a_body_ends_the_request(at: str) -> None:
+async def test_garbage_in_a_body_ends_the_request(at):
     async with client_of() as (client, _):
         head, _, body = REQUESTS["a body in chunks"].partition(HEAD_END)
         garbage = body[:24] + b"no length\r\n" if at == "within the body" else b"3\r\nfour\r\n"
@@ -345,14 +343,14 @@ async def test_garbage_in_a_body_ends_the_request(at: str) -> None:
         },
     ],
 )
-async def test_other_protocols_are_not_changed_to(upgrade: dict[str, str]) -> None:
+async def test_other_protocols_are_not_changed_to(upgrade):
     async with client_of() as (client, _):
         for _ in range(2):
             answer = await told(client, request("GET", "/health", headers=upgrade))
             assert (answer.status, answer.json()["ok"]) == (200, True)
 
 
-async def test_two_requests_at_once_are_answered_in_turn_on_one_connection() -> None:
+async def test_two_requests_at_once_are_answered_in_turn_on_one_connection():
     async with client_of() as (client, _):
         first = await told(client, REQUESTS["two at once"] + completion())
         second, third = await told(client), await told(client)
@@ -361,14 +359,14 @@ async def test_two_requests_at_once_are_answered_in_turn_on_one_connection() -> 
 
 @sweep("stream", [False, True])
 @sweep("behind", [b"\r\n", REQUESTS["health"]])
-async def test_a_client_with_more_to_say_that_leaves_is_heard_to_leave(behind: bytes, stream: bool) -> None:
+async def test_a_client_with_more_to_say_that_leaves_is_heard_to_leave(behind, stream):
     async with client_of(seconds=0.001) as (client, server):
         await client.send(completion(num_tokens=10**6, stream=stream) + behind)
         while (await server.health()).json()["streams"] == 0:
             pass
 
 
-async def test_the_answer_to_head_is_that_to_get_without_its_body() -> None:
+async def test_the_answer_to_head_is_that_to_get_without_its_body():
     async with served() as server:
         for path in ("/v1/models", "/health", "/nothing"):
             with await connect(server.port) as client:
@@ -389,7 +387,7 @@ async def test_the_answer_to_head_is_that_to_get_without_its_body() -> None:
 # --- half a connection ----------------------------------------------------------------------------
 
 
-async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_left() -> None:
+async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_left():
     async with served() as server:
         with await connect(server.port) as client:
             await client.send(REQUESTS["health"])
@@ -407,7 +405,7 @@ async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_
 
 
 @sweep("size", [1, 1000, 2**16])
-async def test_too_long_a_body_is_answered_while_it_is_sent(size: int) -> None:
+async def test_too_long_a_body_is_answered_while_it_is_sent(size):
     async with client_of(limits=Limits(max_body_bytes=5000)) as (client, _):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send, request("POST", "/v1/completions", b" " * 2**20, chunks=size))
@@ -421,7 +419,7 @@ EARLY = sweep(("path", "status"), [("/v1/completions", 415), ("/health", 405), (
 
 
 @EARLY
-async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path: str, status: int) -> None:
+async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path, status):
     async with served() as server:
         for way in (Client.leave, Client.reset):
             with await connect(server.port) as client:
@@ -435,7 +433,7 @@ async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path: str, stat
 
 
 @EARLY
-async def test_a_connection_is_kept_behind_a_body_that_nobody_reads_and_that_has_come(path: str, status: int) -> None:
+async def test_a_connection_is_kept_behind_a_body_that_nobody_reads_and_that_has_come(path, status):
     async with client_of() as (client, _):
         whole = request("POST", path, b"x" * 100, headers=UNREAD)
         for body, connection in ((whole, None), (whole, None), (whole[:-1], "close")):
@@ -445,7 +443,7 @@ async def test_a_connection_is_kept_behind_a_body_that_nobody_reads_and_that_has
         assert await client.hear_all() == b""
 
 
-async def test_a_client_that_asks_before_it_sends_a_body_is_told_to_go_on() -> None:
+async def test_a_client_that_asks_before_it_sends_a_body_is_told_to_go_on():
     async with client_of() as (client, _):
         head, _, body = REQUESTS["a question before the body"].partition(HEAD_END)
         await client.send(head + HEAD_END)
@@ -475,7 +473,7 @@ async def nobody_is_let_in(port: int) -> None:
             (await connect(port)).leave()
 
 
-async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch):
     monkeypatch.setattr(endpoint, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=Limits(stalled_s=MANY, grace_s=0.1)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
@@ -486,7 +484,7 @@ async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monk
             await server.is_over.wait()
 
 
-async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped() -> None:
+async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped():
     async with served(seconds=0.001, patience=Limits(grace_s=MANY)) as server:
         with await connect(server.port) as client:
             await client.send(completion(num_tokens=100, stream=True))
@@ -506,7 +504,7 @@ def assert_refused(answer: Answer) -> None:
     assert body.get("status") == "draining" or body["error"]["code"] == "draining"
 
 
-async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
+async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere():
     async with served(patience=Limits(grace_s=MANY)) as server:
         with await connect(server.port) as client, await connect(server.port) as kept:
             await client.send(ENDLESS)
@@ -524,7 +522,7 @@ async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
         await server.is_over.wait()
 
 
-async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops() -> None:
+async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops():
     async with served(patience=Limits(grace_s=MANY, idle_s=MANY)) as server:
         with await connect(server.port) as silent, await connect(server.port) as idle:
             await told(idle, REQUESTS["health"])
@@ -534,7 +532,7 @@ async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops() 
         await nobody_is_let_in(server.port)
 
 
-async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
+async def test_more_connections_than_may_be_wait_for_others_to_end():
     async with served(patience=Limits(max_connections=2)) as server:
         with await connect(server.port) as first, await connect(server.port) as second:
             for client in (first, second):
@@ -549,7 +547,7 @@ async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
                 await told(third)
 
 
-async def test_the_longest_idle_connection_makes_room_for_another_client() -> None:
+async def test_the_longest_idle_connection_makes_room_for_another_client():
     async with served(patience=Limits(max_connections=3, idle_s=MANY)) as server:
         # Busy before the others come: until its request is read, it is the one that has been idle for the longest.
         busy = await connect(server.port)
@@ -566,7 +564,7 @@ async def test_the_longest_idle_connection_makes_room_for_another_client() -> No
             assert await busy.event() is not None
 
 
-async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits() -> None:
+async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits():
     async with served(patience=Limits(max_connections=1, idle_s=MANY)) as server:
         with await connect(server.port) as first:
             await first.send(completion(num_tokens=100, stream=True))
@@ -576,9 +574,7 @@ async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits
             assert (await first.hear_all()).endswith(b"0\r\n\r\n")
 
 
-async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(caplog, monkeypatch):
     failures = [OSError(errno.EMFILE, "Too many open files")] * 3
     accept = trio.SocketListener.accept
 
@@ -609,7 +605,7 @@ async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream, caplog):
     draft = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
     async with served(draft=draft) as server:
         answer = await ask(server.port, completion(num_tokens=40, stream=stream))

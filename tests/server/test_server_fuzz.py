@@ -61,7 +61,7 @@ described = schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_ke
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-def test_nothing_that_can_be_asked_gets_what_is_not_described(case: schemathesis.Case, server: Server) -> None:
+def test_nothing_that_can_be_asked_gets_what_is_not_described(case, server):
     if is_left_out(case):
         return
     # Most of what fits the description has nothing to say, and would be refused for that alone.
@@ -75,11 +75,11 @@ def test_nothing_that_can_be_asked_gets_what_is_not_described(case: schemathesis
 
 
 # The cases above come from this process's description. test_server_description.py compares it with responses.
-def test_the_server_says_of_itself_what_was_tried(server: Server) -> None:
+def test_the_server_says_of_itself_what_was_tried(server):
     assert httpx.get(f"{server.url}openapi.json").json() == description(OPERATIONS, MODEL, has_key=False)
 
 
-def test_the_server_is_as_well_as_before(server: Server) -> None:
+def test_the_server_is_as_well_as_before(server):
     server.until_idle()
     assert server.health()["ok"] is True
     first, *lines = server.said

@@ -44,7 +44,7 @@ WHEN = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
 
 @on_server()
-async def test_each_request_is_one_line_when_it_is_over(server: Served) -> None:
+async def test_each_request_is_one_line_when_it_is_over(server):
     lines: list[str] = []
     app = AccessLog(server.app, lines.append)
     answer = await ask(app, COMPLETIONS, {**DEF, "max_tokens": 3})
@@ -83,7 +83,7 @@ PROXY, OTHER = "10.0.0.1", "10.0.0.2"
         (PROXY, [OTHER], OTHER),
     ],
 )
-def test_a_client_behind_trusted_proxies_has_its_own_address(peer: str, forwarded: list[str], client: str) -> None:
+def test_a_client_behind_trusted_proxies_has_its_own_address(peer, forwarded, client):
     async def note(scope: Any, *_: Any) -> None:
         seen.append(scope["client"][0])
 
@@ -95,7 +95,7 @@ def test_a_client_behind_trusted_proxies_has_its_own_address(peer: str, forwarde
 
 
 @on_server()
-async def test_the_line_of_a_client_behind_a_trusted_proxy_has_its_address(server: Served) -> None:
+async def test_the_line_of_a_client_behind_a_trusted_proxy_has_its_address(server):
     lines: list[str] = []
     app = ForwardedClients(AccessLog(server.app, lines.append), [network(PROXY)])
     await ask(app, "/nothing", headers={"x-forwarded-for": "2001:db8::7"}, address=PROXY)
@@ -104,7 +104,7 @@ async def test_the_line_of_a_client_behind_a_trusted_proxy_has_its_address(serve
 
 @STREAMED
 @on_server()
-async def test_a_client_that_leaves_has_a_line_that_says_so(server: Served, stream: bool) -> None:
+async def test_a_client_that_leaves_has_a_line_that_says_so(server, stream):
     lines: list[str] = []
     async with exchange(
         AccessLog(server.app, lines.append), COMPLETIONS, body={**DEF, "max_tokens": 500, "stream": stream}
@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_has_a_line_that_says_so(server: Served, stre
 
 
 @on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
-async def test_probes_have_a_line_only_where_something_is_wrong(server: Served) -> None:
+async def test_probes_have_a_line_only_where_something_is_wrong(server):
     lines: list[str] = []
     app = AccessLog(server.app, lines.append)
     for path in ("/health", "/metrics"):
@@ -129,7 +129,7 @@ async def test_probes_have_a_line_only_where_something_is_wrong(server: Served) 
 
 
 @on_server(api_key="s3cret", max_streams=1)
-async def test_neither_prompts_nor_keys_nor_commands_for_a_terminal_are_in_a_line(server: Served) -> None:
+async def test_neither_prompts_nor_keys_nor_commands_for_a_terminal_are_in_a_line(server):
     lines: list[str] = []
     app = AccessLog(server.app, lines.append)
     headers = {"content-type": "application/json", "authorization": "Bearer s3cret"}
@@ -144,7 +144,7 @@ async def test_neither_prompts_nor_keys_nor_commands_for_a_terminal_are_in_a_lin
 
 
 @on_server()
-async def test_a_log_that_nobody_reads_any_more_hurts_no_request(server: Served) -> None:
+async def test_a_log_that_nobody_reads_any_more_hurts_no_request(server):
     def fail(line: str) -> None:
         raise BrokenPipeError
 
@@ -156,7 +156,7 @@ async def test_a_log_that_nobody_reads_any_more_hurts_no_request(server: Served)
 
 
 @on_server(looping)
-async def test_metrics_say_of_each_prompt_token_whether_it_was_reused_and_why_not(server: Served) -> None:
+async def test_metrics_say_of_each_prompt_token_whether_it_was_reused_and_why_not(server):
     prompt = "a long prompt " * 5
     for more in ({}, {"cache_prompt": False}, {"prompt": prompt[:20] + "and another"}):
         await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **more})
@@ -167,7 +167,7 @@ async def test_metrics_say_of_each_prompt_token_whether_it_was_reused_and_why_no
 
 
 @on_server(*models())
-async def test_figures_add_up(server: Served) -> None:
+async def test_figures_add_up(server):
     before = await figures(server.app)
     assert before["outrider_requests_total", "finished"] == 0
     usages = [
@@ -192,7 +192,7 @@ async def test_figures_add_up(server: Served) -> None:
 
 
 @on_server(*models())
-async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server: Served) -> None:
+async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server):
     await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})] * 3)
     found = await figures(server.app)
     spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
@@ -204,7 +204,7 @@ async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_ea
     assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
 
 
-def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch):
     # Otherwise prices decide, which one server knows better than two.
     monkeypatch.setattr(Prices, "works_ahead", lambda *_: True)
     # No prompt begins as another does: what is cached of earlier ones depends on who had them.
@@ -247,7 +247,7 @@ WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_s
 
 
 @on_server(*models())
-async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
+async def test_who_watches_hears_of_every_token_and_of_each_span_once(server):
     asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
     plain = await server.ask(COMPLETIONS, asked)
     assert all("speculation" not in event for event in plain.events)
@@ -285,7 +285,7 @@ async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Se
 
 
 @on_server(looping, price=priced(prefill=2.0), limits=Limits(prefill_step_size=512))
-async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> None:
+async def test_who_watches_hears_how_far_the_prompt_was_read(server):
     prompt = "a long prompt " * 150
     asked = {**WATCHED, "prompt": prompt}
     answer = await server.ask(COMPLETIONS, asked)
@@ -300,7 +300,7 @@ async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> 
 
 
 @on_server(looping, hashed("wrong", 4.0), price=priced(draft=1.0, verify=1.25, decode=1.0))
-async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again(server: Served) -> None:
+async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again(server):
     answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
     changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
     states = [change["state"] for change in changes]
@@ -311,7 +311,7 @@ async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again
     adapter(Completion).validate_python(answer.events[0], strict=True)
 
 
-def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
+def test_changes_of_the_drafter_are_told_once_and_with_their_times():
     kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
     states = "- drafting - overdue - drafting - resting drafting overdue drafting left"
     record = timelines.Timeline(0, [], began=10.0)
@@ -323,9 +323,7 @@ def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
 
 
 @on_server(looping)
-async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(server, monkeypatch):
     monkeypatch.setattr(timelines, "MAX_TIMELINES", 3)
     unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
     told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(5)]
@@ -337,7 +335,7 @@ async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
 
 
 @on_server(*models())
-async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypatch: Any) -> None:
+async def test_of_an_answer_only_so_much_is_remembered(server, monkeypatch):
     monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
     id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
     record = server.timelines._timelines[id]
@@ -345,7 +343,7 @@ async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypat
     assert record.num_lost > 0
 
 
-async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
+async def test_the_timeline_of_an_answer_is_a_page_of_its_own():
     async with real_server(*pair()) as (app, _):
         answer = await ask(app, COMPLETIONS, {**WATCHED, "ignore_eos": True})
         page = await ask(app, f"/timelines/{answer.events[0]['id']}")

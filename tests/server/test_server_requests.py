@@ -101,9 +101,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @on_server(limits=Limits(max_tokens=8))
 @BOTH
 @sweep(("fields", "wanted"), FIELDS)
-async def test_a_field_is_the_setting_that_it_stands_for_or_has_no_effect(
-    server: Served, fields: Any, wanted: Any, path: str, body: Any
-) -> None:
+async def test_a_field_is_the_setting_that_it_stands_for_or_has_no_effect(server, fields, wanted, path, body):
     seen = watched_streams(server)
     answer = await server.ask(path, {**body, **fields})
     assert answer.status == 200
@@ -124,9 +122,7 @@ async def test_a_field_is_the_setting_that_it_stands_for_or_has_no_effect(
         (CHAT, {**HELLO, "max_completion_tokens": 9, "max_tokens": 4}, 0),
     ],
 )
-async def test_log_probabilities_and_the_newer_name_for_a_length(
-    server: Served, path: str, body: Any, logprobs: int
-) -> None:
+async def test_log_probabilities_and_the_newer_name_for_a_length(server, path, body, logprobs):
     seen = watched_streams(server)
     assert (await server.ask(path, body)).status == 200
     most = body.get("max_completion_tokens", 24)
@@ -135,7 +131,7 @@ async def test_log_probabilities_and_the_newer_name_for_a_length(
 
 @on_server()
 @sweep("prompt", ["def f", ["def f"], Letters().encode("def f"), [Letters().encode("def f")]])
-async def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(server: Served, prompt: Any) -> None:
+async def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(server, prompt):
     expected = await direct(server, DEF, max_tokens=9)
     answer = await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 9})
     assert answer.text == expected.text
@@ -143,7 +139,7 @@ async def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(server: Served,
 
 
 @on_server()
-async def test_what_was_said_reaches_the_chat_template(server: Served) -> None:
+async def test_what_was_said_reaches_the_chat_template(server):
     said = [
         {"role": "developer", "content": "be brief", "name": "boss"},
         {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
@@ -160,7 +156,7 @@ async def test_what_was_said_reaches_the_chat_template(server: Served) -> None:
 
 
 @on_server(tokenizer=Letters(template=None))
-async def test_without_a_chat_template_what_was_said_is_a_running_text(server: Served) -> None:
+async def test_without_a_chat_template_what_was_said_is_a_running_text(server):
     said = [{"role": "user", "content": "de"}, {"role": "assistant", "content": "f f"}]
     answer = await server.ask(CHAT, {"messages": said, "max_tokens": 9})
     assert answer.text == (await direct(server, DEF, max_tokens=9)).text
@@ -185,7 +181,7 @@ async def test_without_a_chat_template_what_was_said_is_a_running_text(server: S
         (ChatRequest, "tools", [0] * 20_000),
     ],
 )
-def test_what_is_wrong_with_a_long_list_is_not_gathered_one_by_one(kind: Any, field: str, value: Any) -> None:
+def test_what_is_wrong_with_a_long_list_is_not_gathered_one_by_one(kind, field, value):
     with pytest.raises(ValidationError) as caught:
         kind.model_validate_json(json.dumps({field: value}))
     assert caught.value.error_count() < 10
@@ -193,7 +189,7 @@ def test_what_is_wrong_with_a_long_list_is_not_gathered_one_by_one(kind: Any, fi
 
 @on_server()
 @sweep("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
-async def test_a_body_that_is_not_said_to_be_json_is_not_read(server: Served, kind: str | None) -> None:
+async def test_a_body_that_is_not_said_to_be_json_is_not_read(server, kind):
     headers = {} if kind is None else {"content-type": kind}
     answer = await server.ask(COMPLETIONS, headers=headers)  # the body never comes
     assert answer.status == 415
@@ -201,14 +197,14 @@ async def test_a_body_that_is_not_said_to_be_json_is_not_read(server: Served, ki
 
 
 @on_server()
-async def test_a_content_type_may_have_parameters_and_capitals(server: Served) -> None:
+async def test_a_content_type_may_have_parameters_and_capitals(server):
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1}, headers=headers)).status == 200
 
 
 @sweep("length", ["101", "9" * 5000])
 @on_server(limits=Limits(max_body_bytes=100))
-async def test_a_body_that_is_announced_to_be_too_long_is_not_read(server: Served, length: str) -> None:
+async def test_a_body_that_is_announced_to_be_too_long_is_not_read(server, length):
     headers = {"content-type": "application/json", "content-length": length}
     answer = await server.ask(COMPLETIONS, headers=headers)
     assert answer.status == 413
@@ -216,7 +212,7 @@ async def test_a_body_that_is_announced_to_be_too_long_is_not_read(server: Serve
 
 
 @on_server(limits=Limits(max_body_bytes=100))
-async def test_a_body_that_turns_out_too_long_is_not_read_to_its_end(server: Served) -> None:
+async def test_a_body_that_turns_out_too_long_is_not_read_to_its_end(server):
     async with server.exchange(COMPLETIONS) as answer:
         answer.give(b" " * 60, more=True)
         answer.give(b" " * 41, more=True)
@@ -226,7 +222,7 @@ async def test_a_body_that_turns_out_too_long_is_not_read_to_its_end(server: Ser
 
 
 @on_server()
-async def test_a_body_must_come_in_time(server: Served) -> None:
+async def test_a_body_must_come_in_time(server):
     began = trio.current_time()
     async with server.exchange(COMPLETIONS) as answer:
         answer.give(b'{"prompt"', more=True)
@@ -239,7 +235,7 @@ async def test_a_body_must_come_in_time(server: Served) -> None:
 
 @sweep(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages"), (RESPONSES, "input")])
 @sweep("limited", ["context", "server"])
-def test_a_prompt_that_is_too_long_says_so_before_model_work(limited: str, path: str, param: str) -> None:
+def test_a_prompt_that_is_too_long_says_so_before_model_work(limited, path, param):
     async def test(server: Served) -> None:
         long = "a" * 60
         said = [{"role": "user", "content": long}] if path == CHAT else long
@@ -256,7 +252,7 @@ def test_a_prompt_that_is_too_long_says_so_before_model_work(limited: str, path:
 
 
 @on_server(limits=Limits(max_tokens_limit=20))
-async def test_a_text_is_no_longer_than_the_server_allows(server: Served) -> None:
+async def test_a_text_is_no_longer_than_the_server_allows(server):
     for max_tokens in (None, 20, 21, 10**9, -1):
         answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
         assert answer.json["usage"]["completion_tokens"] == 20
@@ -292,9 +288,7 @@ def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, An
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(asked=st.sampled_from(ASKED), data=st.data())
 @on_server(limits=Limits(max_tokens_limit=6))
-async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(
-    server: Served, asked: tuple[str, Any], data: st.DataObject
-) -> None:
+async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(server, asked, data):
     path, body = asked
     kind = ChatRequest if path == CHAT else CompletionRequest
     sent = data.draw(bodies(kind, body))
@@ -309,7 +303,7 @@ async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(body=st.binary(max_size=40) | st.text(alphabet='{}[]":,tf0-promt \\u', max_size=30).map(str.encode))
-def test_any_bytes_are_told_what_is_wrong_with_them(body: bytes) -> None:
+def test_any_bytes_are_told_what_is_wrong_with_them(body):
     for kind in (CompletionRequest, ChatRequest):
         with pytest.raises(ErrorResponse) as refused:
             parse_request(kind, body).generation()
@@ -317,7 +311,7 @@ def test_any_bytes_are_told_what_is_wrong_with_them(body: bytes) -> None:
         assert refused.value.detail["message"]
 
 
-def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting() -> None:
+def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting():
     async def test(server: Served) -> None:
         wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 5}}}
         began = trio.current_time()
@@ -350,7 +344,7 @@ def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting(
 
 
 @on_server(ScriptedModel(looping, context_length=40), small="small")
-async def test_the_one_model_is_listed(server: Served) -> None:
+async def test_the_one_model_is_listed(server):
     listed = (await server.ask("/v1/models")).json
     assert listed["object"] == "list"
     (one,) = listed["data"]
@@ -376,7 +370,7 @@ async def test_the_one_model_is_listed(server: Served) -> None:
         ("/timelines/cmpl-none", "GET", 404),
     ],
 )
-async def test_what_is_not_there_is_an_error_as_any_other(server: Served, path: str, method: str, status: int) -> None:
+async def test_what_is_not_there_is_an_error_as_any_other(server, path, method, status):
     answer = await server.ask(path, method=method)
     assert answer.status == status
     assert answer.fault["message"]
@@ -398,7 +392,7 @@ OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in
         ("/apis", "/docs lists what there is"),
     ],
 )
-async def test_what_is_not_there_is_answered_with_what_is(server: Served, path: str, remedy: str) -> None:
+async def test_what_is_not_there_is_answered_with_what_is(server, path, remedy):
     answer = await server.ask(path, {"prompt": "x"})
     assert (answer.status, answer.fault["message"]) == (404, f"there is nothing at {path}; {remedy}")
     embeddings = await server.ask("/v1/embeddings", {"input": "a"}, method="POST")
@@ -413,7 +407,7 @@ WRONG = [None, "", "Bearer", "Bearer wrong", "Bearer s3cre", "Bearer s3crets", "
 
 @on_server(**KEYED)
 @sweep(("path", "body"), [(COMPLETIONS, {**DEF, "max_tokens": 1}), ("/v1/models", None)])
-async def test_a_key_is_asked_for(server: Served, path: str, body: Any) -> None:
+async def test_a_key_is_asked_for(server, path, body):
     for authorization in ("Bearer s3cret", "bearer s3cret"):
         assert (await server.ask(path, body, headers={**JSON, "authorization": authorization})).status == 200
     for wrong in WRONG:
@@ -425,7 +419,7 @@ async def test_a_key_is_asked_for(server: Served, path: str, body: Any) -> None:
 
 
 @on_server(**KEYED)
-async def test_all_but_the_pages_and_the_figures_wants_a_key(server: Served) -> None:
+async def test_all_but_the_pages_and_the_figures_wants_a_key(server):
     open_paths = {"/", "/docs", "/health", "/metrics", "/openapi.json", "/version"}
     for path in open_paths:
         assert (await server.ask(path)).status == 200, path
@@ -443,7 +437,7 @@ THEIRS = ["evil.example", "evil.example:8000", "localhost.evil.example", "[::2]:
 
 @on_server(hosts=["localhost", "127.0.0.1", "::1"])
 @sweep("path", ["/health", "/", "/v1/models", "/timelines/x"])
-async def test_a_server_answers_to_its_own_names_alone(server: Served, path: str) -> None:
+async def test_a_server_answers_to_its_own_names_alone(server, path):
     for host in OURS:
         assert (await server.ask(path, method="GET", headers={"host": host})).status in (200, 404), host
     for host in THEIRS:
@@ -453,15 +447,13 @@ async def test_a_server_answers_to_its_own_names_alone(server: Served, path: str
 
 
 @on_server(hosts=["*"])
-async def test_any_name_will_do_where_that_is_said(server: Served) -> None:
+async def test_any_name_will_do_where_that_is_said(server):
     assert (await server.ask("/health", method="GET", headers={"host": "any.example"})).status == 200
 
 
 @sweep(("origin", "is_allowed"), [("https://ours.example", True), ("https://theirs.example", False)])
 @on_server(origins=["https://ours.example"], **KEYED)
-async def test_pages_of_other_origins_may_ask_only_where_that_is_said(
-    server: Served, origin: str, is_allowed: bool
-) -> None:
+async def test_pages_of_other_origins_may_ask_only_where_that_is_said(server, origin, is_allowed):
     async def may_ask(path: str, body: Any = None, **more: Any) -> Exchange:
         headers = {"origin": origin, **more.pop("headers", {})}
         answer = await server.ask(path, body, headers=headers, **more)
@@ -484,7 +476,7 @@ async def test_pages_of_other_origins_may_ask_only_where_that_is_said(
 
 @on_server()
 @sweep("path", ["/", "/health", "/nothing", "/v1/models", "/metrics"])
-async def test_every_answer_has_the_headers_that_keep_browsers_careful(server: Served, path: str) -> None:
+async def test_every_answer_has_the_headers_that_keep_browsers_careful(server, path):
     answer = await server.ask(path)
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
@@ -496,7 +488,7 @@ async def test_every_answer_has_the_headers_that_keep_browsers_careful(server: S
 
 
 @on_server()
-async def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(server: Served, monkeypatch: Any) -> None:
+async def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(server, monkeypatch):
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("on purpose")
 
@@ -513,7 +505,7 @@ async def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(server: Se
 
 
 @on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=150_000))
-async def test_bodies_together_are_bounded_and_a_short_one_never_waits(server: Served) -> None:
+async def test_bodies_together_are_bounded_and_a_short_one_never_waits(server):
     body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(100_000)
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     async with server.exchange(COMPLETIONS, headers=headers) as first:
@@ -533,7 +525,7 @@ async def test_bodies_together_are_bounded_and_a_short_one_never_waits(server: S
 
 @sweep("way", ["leaves", "is silent"])
 @on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
-async def test_memory_that_a_body_had_is_free_when_its_client_has_gone(server: Served, way: str) -> None:
+async def test_memory_that_a_body_had_is_free_when_its_client_has_gone(server, way):
     body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
     for _ in range(3):
         async with server.exchange(COMPLETIONS) as answer:
@@ -545,7 +537,7 @@ async def test_memory_that_a_body_had_is_free_when_its_client_has_gone(server: S
 
 
 @on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
-async def test_a_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> None:
+async def test_a_body_that_got_no_memory_is_to_be_sent_again(server):
     body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
     async with server.exchange(COMPLETIONS) as other:
         other.give(body[:10], more=True)
@@ -559,7 +551,7 @@ async def test_a_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> 
 
 
 @on_server(looping, tokenising_s=10.0, max_streams=16)
-async def test_a_short_prompt_does_not_wait_for_long_ones(server: Served) -> None:
+async def test_a_short_prompt_does_not_wait_for_long_ones(server):
     over: list[str] = []
 
     async def go(prompt: str) -> None:
@@ -589,8 +581,8 @@ LONG: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @sweep("stream", [False, True])
 @on_server()
 async def test_a_response_with_log_probabilities_or_of_many_tokens_is_made_in_a_thread(
-    server: Served, path: str, body: Any, more: Any, stream: bool
-) -> None:
+    server, path, body, more, stream
+):
     num_calls = []
     for asked in (body, {**body, **more}):
         with mock.patch.object(Aside, "__call__", autospec=True, side_effect=Aside.__call__) as in_a_thread:

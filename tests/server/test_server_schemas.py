@@ -56,7 +56,7 @@ def schemas(check: ScriptedCheck, aside_s: float = 0.0) -> Schemas:
     return Schemas(tokenizer(), check, Aside(aside_s), 10.0)
 
 
-async def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was(autojump_clock: Any) -> None:
+async def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was(autojump_clock):
     for outcome, complaint in (
         ("done", None),
         ("time", "takes too long to compile; simplify it"),
@@ -75,9 +75,7 @@ async def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was(auto
         assert len(check.asked) == 1
 
 
-async def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(
-    monkeypatch: Any, autojump_clock: Any
-) -> None:
+async def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(monkeypatch, autojump_clock):
     monkeypatch.setattr(schemas_module, "_MAX_OUTCOMES", 2)
     check = ScriptedCheck()
     made = schemas(check)
@@ -86,7 +84,7 @@ async def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(
     assert len(check.asked) == 4  # 1, 2, 3, and 2 again
 
 
-async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered(autojump_clock: Any) -> None:
+async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered(autojump_clock):
     check = ScriptedCheck(11.0)
     made = schemas(check)
     with pytest.raises(ErrorResponse, match="was not compiled within 10 s"):
@@ -96,7 +94,7 @@ async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembere
     await made.grammar(json_of(PLAIN), "a")
 
 
-async def test_a_flooding_client_delays_neither_others_nor_any_json_object(autojump_clock: Any) -> None:
+async def test_a_flooding_client_delays_neither_others_nor_any_json_object(autojump_clock):
     check = ScriptedCheck(9.0)
     made = schemas(check)
 
@@ -117,7 +115,7 @@ async def test_a_flooding_client_delays_neither_others_nor_any_json_object(autoj
         assert trio.current_time() == began + 0.5
 
 
-async def test_requests_for_any_json_object_share_one_grammar(autojump_clock: Any) -> None:
+async def test_requests_for_any_json_object_share_one_grammar(autojump_clock):
     grammars = []
 
     async def ask(made: Schemas) -> None:
@@ -133,7 +131,7 @@ async def test_requests_for_any_json_object_share_one_grammar(autojump_clock: An
     assert set(map(id, grammars)) == {id(await made.any_object())}
 
 
-async def test_a_client_that_leaves_stops_what_is_tried_out_for_it(autojump_clock: Any) -> None:
+async def test_a_client_that_leaves_stops_what_is_tried_out_for_it(autojump_clock):
     check = ScriptedCheck(9.0)
     made = schemas(check)
     with trio.move_on_after(1) as scope:
@@ -144,7 +142,7 @@ async def test_a_client_that_leaves_stops_what_is_tried_out_for_it(autojump_cloc
     await made.grammar(json_of(PLAIN), "a")
 
 
-async def test_a_check_that_cannot_be_made_is_not_the_client_s_fault(autojump_clock: Any) -> None:
+async def test_a_check_that_cannot_be_made_is_not_the_client_s_fault(autojump_clock):
     async def fail(grammar: str, /) -> Any:
         raise CheckerGoneError("the process has ended; try again")
 
@@ -181,7 +179,7 @@ class Calls:
 NOT_FOLLOWED: dict[str, Any] = {"type": "string", "pattern": "^(?!a)b$"}
 
 
-async def test_whether_the_schema_of_a_tool_can_be_followed_is_found_out_once(autojump_clock: Any) -> None:
+async def test_whether_the_schema_of_a_tool_can_be_followed_is_found_out_once(autojump_clock):
     check = ScriptedCheck()
     made = schemas(check)
     tools = {f"f{n}": {"type": "integer", "minimum": n} for n in range(8)}
@@ -197,7 +195,7 @@ async def test_whether_the_schema_of_a_tool_can_be_followed_is_found_out_once(au
     assert len(check.asked) == num_asked + 1
 
 
-async def test_all_tools_are_loose_if_it_takes_too_long_to_find_out_which_must_be(autojump_clock: Any) -> None:
+async def test_all_tools_are_loose_if_it_takes_too_long_to_find_out_which_must_be(autojump_clock):
     check = ScriptedCheck(3.0)
     made = schemas(check)
     bad = {f"g{n}": {**NOT_FOLLOWED, "maxLength": n} for n in range(4)}
@@ -210,7 +208,7 @@ async def test_all_tools_are_loose_if_it_takes_too_long_to_find_out_which_must_b
     assert await Calls(made, tools).ask() == set(bad)
 
 
-async def test_tools_that_cost_too_much_together_are_loose_at_once_from_then_on(autojump_clock: Any) -> None:
+async def test_tools_that_cost_too_much_together_are_loose_at_once_from_then_on(autojump_clock):
     class Together(ScriptedCheck):
         async def __call__(self, grammar: str, /) -> Any:
             await super().__call__(grammar)
@@ -265,7 +263,7 @@ async def until_gone(pid: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
-async def test_a_process_finds_out_what_grammars_take_and_kills_what_takes_too_much() -> None:
+async def test_a_process_finds_out_what_grammars_take_and_kills_what_takes_too_much():
     async with checking() as check:
         outcomes: dict[str, str] = {}
 
@@ -280,14 +278,14 @@ async def test_a_process_finds_out_what_grammars_take_and_kills_what_takes_too_m
         assert outcomes == {"plain": "done", "expensive": "time", "wrong": "done"}
 
 
-async def test_a_grammar_that_takes_too_much_memory_is_killed() -> None:
+async def test_a_grammar_that_takes_too_much_memory_is_killed():
     async with checking(cpu_s=60, memory_bytes=2**23) as check:
         assert await check(grammar_of_schema(EXPENSIVE)) == "memory"
         assert await check(grammar_of_schema(PLAIN)) == "done"
 
 
 @linux
-async def test_a_process_is_used_again_until_who_leaves_has_it_killed_and_ends_with_the_block() -> None:
+async def test_a_process_is_used_again_until_who_leaves_has_it_killed_and_ends_with_the_block():
     async with checking(cpu_s=600) as check:
         await check(grammar_of_schema(PLAIN))
         process = await the_child(os.getpid())
@@ -304,7 +302,7 @@ async def test_a_process_is_used_again_until_who_leaves_has_it_killed_and_ends_w
 
 @pytest.mark.slow
 @linux
-async def test_a_process_that_dies_is_replaced() -> None:
+async def test_a_process_that_dies_is_replaced():
     async with checking(cpu_s=600) as check:
         await check(grammar_of_schema(PLAIN))
         for grammar in (EXPENSIVE, PLAIN):  # in the middle of a check, and before one
@@ -325,14 +323,14 @@ async def test_a_process_that_dies_is_replaced() -> None:
 
 
 @linux
-async def test_a_grammar_that_leaves_little_memory_is_the_last_of_its_process() -> None:
+async def test_a_grammar_that_leaves_little_memory_is_the_last_of_its_process():
     async with checking(memory_bytes=0) as check:
         for _ in range(2):
             assert await check(grammar_of_schema(PLAIN)) == "done"
             assert children() == []
 
 
-async def test_a_process_that_does_not_start_fails_only_its_own_requests(monkeypatch: Any) -> None:
+async def test_a_process_that_does_not_start_fails_only_its_own_requests(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     async with checking() as check:
         with pytest.raises(CheckerGoneError, match=r"cannot be started: .*No such file"):
@@ -341,7 +339,7 @@ async def test_a_process_that_does_not_start_fails_only_its_own_requests(monkeyp
         assert await check(grammar_of_schema(PLAIN)) == "done"
 
 
-async def test_what_fails_beside_the_checker_is_raised_as_it_is() -> None:
+async def test_what_fails_beside_the_checker_is_raised_as_it_is():
     async def fail() -> None:
         async with checking() as check:
             await check(grammar_of_schema(PLAIN))
@@ -351,7 +349,7 @@ async def test_what_fails_beside_the_checker_is_raised_as_it_is() -> None:
         await fail()
 
 
-async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_with() -> None:
+async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_with():
     def fail() -> tuple[str, list[int]]:
         raise SettingsError("no vocabulary")
 
@@ -363,7 +361,7 @@ async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_wit
 
 @pytest.mark.slow
 @linux
-async def test_where_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
+async def test_where_the_server_is_killed_nothing_is_left(tmp_path):
     program = """
 import json, sys, trio
 from runtime.server.grammars.checker import grammar_checker
@@ -386,7 +384,7 @@ trio.run(main)
         await until_gone(process)
 
 
-def test_the_process_imports_neither_mlx_nor_the_runtime() -> None:
+def test_the_process_imports_neither_mlx_nor_the_runtime():
     program = (
         "import runpy, sys\n"
         f"runpy.run_path({str(checker_module._PROGRAM)!r}, run_name='tried')\n"

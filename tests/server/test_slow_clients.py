@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from asgi import DEF, Served, looping, on_server, watched_streams
+from asgi import DEF, looping, on_server, watched_streams
 from raw_http import HEAD_END, request
 from scripted import priced
 from starlette.responses import Response
@@ -83,7 +83,7 @@ impatient = on_server(looping, limits=Limits(stalled_s=STALLED_S), price=FAST)
 
 @pytest.mark.slow
 @impatient
-async def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly(server: Served) -> None:
+async def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly(server):
     expected = (await server.ask("/v1/completions", ASKED)).json["choices"]
     head, _, body = (await read_by(server.app, ASKED, rate=RATE)).heard.partition(HEAD_END)
     assert len(body) > 5 * RATE * STALLED_S
@@ -91,7 +91,7 @@ async def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly(serve
     assert json.loads(body)["choices"] == expected
 
 
-async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clock: Any) -> None:
+async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clock):
     whole = bytes(5 * RATE * STALLED_S)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +103,7 @@ async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clo
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @impatient
-async def test_who_reads_nothing_is_cut_off_when_its_time_is_over(server: Served, stream: bool) -> None:
+async def test_who_reads_nothing_is_cut_off_when_its_time_is_over(server, stream):
     reader = await read_by(server.app, {**ASKED, "stream": stream}, rate=0)
     assert reader.heard == b""
     assert reader.gone_at - reader.began_at == STALLED_S
@@ -111,7 +111,7 @@ async def test_who_reads_nothing_is_cut_off_when_its_time_is_over(server: Served
 
 
 @impatient
-async def test_clients_that_read_nothing_do_not_keep_the_places_of_others(server: Served) -> None:
+async def test_clients_that_read_nothing_do_not_keep_the_places_of_others(server):
     async with trio.open_nursery() as nursery:
         for _ in range(4):
             nursery.start_soon(partial(read_by, server.app, {**DEF, "max_tokens": 200, "stream": True}, rate=0))
@@ -123,9 +123,7 @@ async def test_clients_that_read_nothing_do_not_keep_the_places_of_others(server
 
 
 @impatient
-async def test_what_waits_for_a_client_that_reads_slowly_is_bounded(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_waits_for_a_client_that_reads_slowly_is_bounded(server, monkeypatch):
     num_logprobs, max_buffered = 7, 100
     monkeypatch.setattr(endpoint, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
     asked = {**DEF, "max_tokens": 300, "logprobs": num_logprobs, "stream": True}
@@ -141,7 +139,7 @@ async def test_what_waits_for_a_client_that_reads_slowly_is_bounded(
 
 
 @impatient
-async def test_what_has_waited_for_a_client_comes_whole_and_in_pieces(server: Served) -> None:
+async def test_what_has_waited_for_a_client_comes_whole_and_in_pieces(server):
     asked = {**DEF, "max_tokens": 500, "logprobs": 7, "stream": True}
     expected = (await server.ask("/v1/completions", {**asked, "stream": False})).json["choices"][0]
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -91,9 +91,7 @@ async def memory_bytes(port: int) -> float:
 
 
 @pytest.mark.slow
-async def test_clients_that_switch_and_leave_get_the_right_texts_and_leave_nothing(
-    config: Path, texts: dict[tuple[str, str], str]
-) -> None:
+async def test_clients_that_switch_and_leave_get_the_right_texts_and_leave_nothing(config, texts):
     memory_limit = int(2.7 * max(each.stat().st_size for each in config.parent.glob("*/model.safetensors")))
     problems, resident, in_mlx = [], [], []
     numbers = iter(range(NUM_REQUESTS))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from asgi import HELLO, Letters, Served, looping, on_server
+from asgi import HELLO, Letters, looping, on_server
 from scripted import ScriptedModel
 from tool_letters import TOOLS, on_calling_server
 
@@ -19,7 +19,7 @@ MARKED = [Letters.ALPHABET.index("A"), *IDS]
 
 
 @on_server(ScriptedModel(looping, context_length=40), tokenizer=WithSpecialTokens())
-async def test_a_text_as_tokens(server: Served) -> None:
+async def test_a_text_as_tokens(server):
     cases: list[tuple[dict[str, Any], list[Any]]] = [
         ({"prompt": "def f"}, MARKED),
         ({"prompt": "def f", "add_special_tokens": False}, IDS),
@@ -33,7 +33,7 @@ async def test_a_text_as_tokens(server: Served) -> None:
 
 
 @on_server()
-async def test_a_chat_as_tokens_and_the_tokens_as_texts(server: Served) -> None:
+async def test_a_chat_as_tokens_and_the_tokens_as_texts(server):
     chat = (await server.ask("/tokenize", {**HELLO, "add_generation_prompt": True})).json
     assert Letters().decode(chat["tokens"]) == "user:hello.assistant:"
     assert chat["max_model_len"] is None
@@ -50,7 +50,7 @@ class WithBeginOfText(WithSpecialTokens):
 
 
 @on_server(tokenizer=WithBeginOfText())
-async def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one(server: Served) -> None:
+async def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one(server):
     for text in ("def f", "Adef f"):
         assert (await server.ask("/tokenize", {"prompt": text})).json["tokens"] == MARKED
         answer = await server.ask("/v1/completions", {"prompt": text, "max_tokens": 1})
@@ -58,13 +58,13 @@ async def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_on
 
 
 @on_server(ScriptedModel(looping, context_length=40))
-async def test_more_tokens_than_the_context_holds_have_a_text(server: Served) -> None:
+async def test_more_tokens_than_the_context_holds_have_a_text(server):
     answer = await server.ask("/detokenize", {"tokens": IDS * 10})
     assert answer.json["prompt"] == "def f" * 10
 
 
 @on_calling_server("none")
-async def test_the_tokens_of_a_chat_with_tools_are_its_prompt(server: Served) -> None:
+async def test_the_tokens_of_a_chat_with_tools_are_its_prompt(server):
     body = {**HELLO, "tools": TOOLS, "max_tokens": 1}
     answer = await server.ask("/v1/chat/completions", body)
     assert (await server.ask("/tokenize", body)).json["count"] == answer.json["usage"]["prompt_tokens"]
