@@ -1,5 +1,7 @@
 """Models on disk, and served commands, that several test modules of the commands use."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,7 @@
 """Official clients of `/v1/responses` and of Anthropic's API, and frameworks, with `outrider serve` as a process."""
 
+from __future__ import annotations
+
 import asyncio
 import importlib
 import json

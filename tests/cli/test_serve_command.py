@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -22,9 +22,6 @@ from sweeps import sweep
 import runtime
 from runtime.cli import serve_command
 from runtime.terminal.display import print_message
-
-if TYPE_CHECKING:
-    pass  # takes a second
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
