@@ -16,6 +16,7 @@ import openai
 import pydantic
 import pytest
 from command_line import HANGS_S
+from schemas import closed_object
 from served_command import CALLER, KEY, MODEL, PROMPT, Server
 
 pytestmark = pytest.mark.slow
@@ -72,24 +73,14 @@ def test_errors_of_responses_come_as_the_client_knows_them(client, server):
         client.embeddings.create(model=MODEL, input="a")
 
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Oslo", "Lisbon"]}, "days": {"type": "integer", "maximum": 9}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = {"type": "string", "enum": ["Oslo", "Lisbon"]}
+SCHEMA = {**closed_object(city=CITY, days={"type": "integer", "maximum": 9}), "required": ["city"]}
 HELD: dict[str, Any] = {"model": CALLER, "temperature": 1.0, "extra_body": {"seed": 7}}
 
 
 def test_a_response_calls_a_function(caller):
     function: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
-    asked: Any = {
-        **HELD,
-        "input": "Weather?",
-        "tools": [function],
-        "tool_choice": "required",
-        "extra_body": {"seed": 7},
-    }
+    asked: Any = {**HELD, "input": "Weather?", "tools": [function], "tool_choice": "required"}
     with caller.client() as client:
         with client.responses.stream(**asked, parallel_tool_calls=False) as stream:
             deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]

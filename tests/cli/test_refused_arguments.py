@@ -6,6 +6,7 @@ from command_line import ran
 from sweeps import sweep
 
 TRACE = "--trace-acceptance trace.jsonl"
+NO_MODEL = 'is not a model; did you mean "ngram" (prompt lookup)?'
 ODD_DEVICE = 'error: --device must be "cpu" or "gpu", got \'tpu\''
 ODD_REWIND = "error: --rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'"
 
@@ -16,10 +17,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--raw --system w4", "--system needs the chat template, which --raw leaves out"),
         ("--prompt hi", "not allowed with argument PROMPT"),
         ("--target ngram", "target must be a model here"),
-        *(
-            (f"--target demo --draft {name}", f"draft '{name}' is not a model; did you mean \"ngram\" (prompt lookup)?")
-            for name in ("ngrm", "NGRAM", "n-gram")
-        ),
+        *((f"--target demo --draft {name}", f"draft '{name}' {NO_MODEL}") for name in ("ngrm", "NGRAM", "n-gram")),
         ("--model-config {", "--model-config must be a JSON object, got '{'"),
         ("--tokenizer-config [1]", "--tokenizer-config must be a JSON object, such as"),
         ("--chat-template-args 3", "--chat-template-args must be a JSON object, such as"),

@@ -1,6 +1,7 @@
 """How templates begin answers, how an answer continues a message, and the names of switches for reasoning."""
 
 import functools
+from typing import Any
 
 import pytest
 from chat_models import demo_with
@@ -46,11 +47,8 @@ _NO_PROMPT = "{% for m in messages %}{{ m.content | trim }}{{ '[/I]' if m.role =
 @sweep(
     ("template", "lead"),
     [
-        (_TAGLESS, "<|assistant|>"),
-        (_CLOSED, "<|assistant|>"),
-        (_OPENING, "<|assistant|><think>\n\n</think>\n\n"),
-        (_CHANNELS, "<|assistant|>final:"),
-        (_NO_PROMPT, "[/I]"),
+        *[(_TAGLESS, "<|assistant|>"), (_CLOSED, "<|assistant|>"), (_CHANNELS, "<|assistant|>final:")],
+        *[(_OPENING, "<|assistant|><think>\n\n</think>\n\n"), (_NO_PROMPT, "[/I]")],
     ],
 )
 def test_a_continued_message_is_kept_to_the_character(template, lead, text):
@@ -79,15 +77,12 @@ def test_a_continued_message_may_begin_with_its_reasoning(template, text):
     ],
 )
 def test_a_continued_message_keeps_its_reasoning(template, reasoned):
-    asked = {"role": "user", "content": "What does <think> mean?"}
     begun = {"role": "assistant", "reasoning_content": "why", "prefix": True}
-    for text in ("It ", ""):
-        rendered = render_chat_template([asked, {**begun, "content": text}], speaking(template))
-        assert rendered.endswith(f"mean?<|end|>\n{reasoned}{text}")
-    own = render_chat_template([asked, {**begun, "content": "<think>Hm"}], speaking(template))
-    assert own.endswith("mean?<|end|>\n<|assistant|><think>Hm")
+    for text, expected in (("It ", f"{reasoned}It "), ("", reasoned), ("<think>Hm", "<|assistant|><think>Hm")):
+        rendered = render_chat_template([QUESTION, {**begun, "content": text}], speaking(template))
+        assert rendered.endswith(f"mean?<|end|>\n{expected}")
     # Where none is wanted, the text follows what the template writes for that.
-    off = render_chat_template([asked, {**begun, "content": "It"}], speaking(_CLOSED), enable_thinking=False)
+    off = render_chat_template([QUESTION, {**begun, "content": "It"}], speaking(_CLOSED), enable_thinking=False)
     assert "why" not in off
 
 
@@ -97,17 +92,20 @@ _ENDLESS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}
 _ENDLESS += "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking }}{% endif %}"
 
 
+def says(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+QUESTION = {"role": "user", "content": "What does <think> mean?"}
+
+
 @sweep(
     ("messages", "switches", "is_open"),
     [
-        ([{"role": "user", "content": "What does <think> mean?"}], {}, False),
-        ([USER, {"role": "assistant", "content": "Models write <think> first."}, USER], {}, False),
-        ([USER, {"role": "assistant", "content": "<think> was cut"}, USER], {}, False),
-        ([{"role": "user", "content": "What does <think> mean?"}], {"thinking": True}, True),
-        ([USER, {"role": "assistant", "content": "<think>Hm", "prefix": True}], {}, True),
-        ([USER, {"role": "assistant", "content": "<think>Hm, <think>", "prefix": True}], {}, True),
-        ([USER, {"role": "assistant", "content": "I write <think> first", "prefix": True}], {}, False),
-        ([USER, {"role": "assistant", "content": "<think>Hm</think>Yes", "prefix": True}], {}, False),
+        *[([QUESTION], {}, False), ([QUESTION], {"thinking": True}, True)],
+        *(([USER, says(said), USER], {}, False) for said in ("Models write <think> first.", "<think> was cut")),
+        *(([USER, says(begun, prefix=True)], {}, True) for begun in ("<think>Hm", "<think>Hm, <think>")),
+        *(([USER, says(begun, prefix=True)], {}, False) for begun in ("I write <think> first", "<think>Hm</think>Yes")),
     ],
 )
 def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages, switches, is_open):
@@ -118,13 +116,9 @@ def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages, switche
 
 
 TAGS = [
-    ("<reasoning>", "</reasoning>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-    ("<|thought_begin|>", "<|thought_end|>"),
-    ("◁think▷", "◁/think▷"),
-    ("<think:opensource>", "</think:opensource>"),
+    *[("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>")],
+    *[("<|inner_prefix|>", "<|inner_suffix|>"), ("<|thought_begin|>", "<|thought_end|>")],
+    *[("◁think▷", "◁/think▷"), ("<think:opensource>", "</think:opensource>")],
 ]
 
 
@@ -170,21 +164,15 @@ def test_markers_around_an_answer_are_no_part_of_it():
 
 
 def _switched(condition: str, more: str = "") -> str:
-    return (
-        more
-        + _TURNS
-        + "{% if add_generation_prompt %}<|assistant|>{% if "
-        + condition
-        + " %}<on>{% endif %}{% endif %}"
-    )
+    prompt = f"{{% if add_generation_prompt %}}<|assistant|>{{% if {condition} %}}<on>{{% endif %}}{{% endif %}}"
+    return more + _TURNS + prompt
 
 
 @sweep(
     ("template", "name"),
     [
         (_switched("enable_thinking is not false"), "enable_thinking"),
-        (_switched("thinking | default(false)"), "thinking"),
-        (_switched("thinking | default(true)"), "thinking"),
+        *((_switched(f"thinking | default({default})"), "thinking") for default in ("false", "true")),
         (_switched("thinking_mode | default('enabled') == 'enabled'"), "thinking_mode"),
         (_switched("thinking_mode | default('chat') == 'thinking'"), "thinking_mode"),
         (_switched("thinking_budget | default(-1) != 0"), "thinking_budget"),

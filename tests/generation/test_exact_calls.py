@@ -1,5 +1,7 @@
 """Calls are read exactly as they were written, in every format, or they are text."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 
@@ -60,19 +62,8 @@ TEXT_FORMATS = [name for name in FORMATS if (layout := call_format(name).layout)
 @sweep(
     "content",
     [
-        *(
-            "    return x\n",
-            "\treturn y",
-            "",
-            " ",
-            "\n\n",
-            "a\r\n",
-            "null",
-            "5",
-            'it\'s "x"\\',
-            "{a: [1, 2)",
-            "é日本\u2028",
-        ),
+        *("    return x\n", "\treturn y", "", " ", "\n\n", "a\r\n"),
+        *("null", "5", 'it\'s "x"\\', "{a: [1, 2)", "é日本\u2028"),
         *("Ends with </parameter>", "</function> or </tool_call>, <tool_call> too", "</arg_value>\n</tool_call>\nso"),
         *("</parameter>\n</function>\n</tool_call>", "x</param></function>", "<|tool_call_end|> is a token, <escape>"),
     ],
@@ -144,7 +135,7 @@ PIECES = st.sampled_from(
 @pytest.mark.parametrize("format", FORMATS)
 @settings(derandomize=True, deadline=None, max_examples=120)
 @given(data=st.data())
-def test_whatever_is_in_a_text_it_is_that_call_or_none(format, data):
+def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.DataObject) -> None:
     known = call_format(format)
     layout = known.layout
     key = layout.key.replace("{type}", "string")
@@ -189,34 +180,15 @@ NULLABLE = {
 @sweep(
     ("key", "said", "value"),
     [
-        ("count", "5", 5),
-        ("count", "null", None),
-        ("count", str(2**63 + 1), 2**63 + 1),
-        ("ratio", "0.5", 0.5),
-        ("code", "01234", "01234"),
-        ("code", "123", "123"),
-        ("code", "null", None),
-        ("code", " null", " null"),
-        ("flag", "true", True),
-        ("flag", "True", True),
-        ("level", "2.0", "2.0"),
-        ("word", "null", "null"),
-        ("either", "[1]", [1]),
-        ("either", "[1", "[1"),
-        ("only", "3", 3),
-        ("any", "1_000", "1_000"),
-        ("any", "True", "True"),
-        ("any", "7", 7),
+        *[("count", "5", 5), ("count", "null", None), ("count", str(2**63 + 1), 2**63 + 1), ("ratio", "0.5", 0.5)],
+        *[("code", "01234", "01234"), ("code", "123", "123"), ("code", "null", None), ("code", " null", " null")],
+        *[("flag", "true", True), ("flag", "True", True), ("level", "2.0", "2.0"), ("word", "null", "null")],
+        *[("either", "[1]", [1]), ("either", "[1", "[1"), ("only", "3", 3)],
+        *[("any", "1_000", "1_000"), ("any", "True", "True"), ("any", "7", 7)],
         ("map", "{'a': (1, True), 'b': ['c']}", {"a": [1, True], "b": ["c"]}),
         # No such value: text.
-        ("map", "{1: 2, '1': 3}", ...),
-        ("map", "{'a': 1, 'a': 2}", ...),
-        ("map", "{'a': ['a' 'b']}", ...),
-        ("map", "{'a': 1} 2", ...),
-        ("count", "1_000", ...),
-        ("count", "five", ...),
-        ("flag", "yes", ...),
-        ("ratio", "NaN", ...),
+        *(("map", said, ...) for said in ("{1: 2, '1': 3}", "{'a': 1, 'a': 2}", "{'a': ['a' 'b']}", "{'a': 1} 2")),
+        *[("count", "1_000", ...), ("count", "five", ...), ("flag", "yes", ...), ("ratio", "NaN", ...)],
     ],
 )
 def test_a_text_is_a_value_of_the_schemas_type(format, key, said, value):
@@ -247,6 +219,7 @@ def test_schemas_that_refer_to_themselves_many_times_are_read_once():
 
 C, G, Q = "<tool_call>", "<|tool_call>call:", '<|"|>'
 LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
+LS = '{"name": "ls", "arguments": {}}'
 
 
 @sweep(
@@ -261,7 +234,7 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("qwen3_coder", f"{C}\n<function=ls>\n</function>\n<function=ls>\n</function>\n</tool_call>", ["ls", "ls"]),
         ("longcat", "<longcat_tool_call>ls\n</longcat_tool_call>", ["ls"]),
         # jundot/omlx #2565, ollama/ollama #12174: Qwen2.5-Coder leaves out its markers.
-        ("json_tools", '{"name": "ls", "arguments": {}}', ["ls"]),
+        ("json_tools", LS, ["ls"]),
         ("json_tools", '\n{\n  "name": "fs.read",\n  "parameters": {"path": "a"}\n}\n</tool_call>', ["fs.read"]),
         ("json_tools", '{"name": "ls", "arguments": {}}\n{"name": "run", "arguments": {"n": 1}}\n', ["ls", "run"]),
         ("json_tools", '{"name": "run", "arguments": "{\\"n\\": 1}"}', ["run"]),
@@ -269,11 +242,7 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("mistral", '[{"name": "ls", "arguments": {}},\n{"name": "run", "arguments": {"n": 1}}]', ["ls", "run"]),
         ("json_tools", '```json\n{"name": "ls", "arguments": {}}\n```\n', ["ls"]),
         ("json_tools", '```\n[{"name": "ls", "arguments": {}}]', ["ls"]),
-        (
-            "json_tools",
-            '```json\n{"name": "ls", "arguments": {}}\n{"name": "run", "arguments": {"command": "```"}}```',
-            ["ls", "run"],
-        ),
+        ("json_tools", f'```json\n{LS}\n{{"name": "run", "arguments": {{"command": "```"}}}}```', ["ls", "run"]),
         ("json_tools", f'{C}{{"name": "ls"}}</tool_call>', ["ls"]),
         ("json_tools", f'{C}{{"name": "ls", "parameters": {{}}}}</tool_call>', ["ls"]),
         ("json_tools", f'{C}{{"name": "ls", "arguments": "{{}}"}}</tool_call>', ["ls"]),
@@ -285,35 +254,23 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("pythonic", LFM[0] + 'run(command="""a "b" c""", n=-1, yes=true)' + LFM[1], ["run"]),
         # Text.
         ("glm47", f"{C}I think I should list them.\n<arg_key>a</arg_key><arg_value>.</arg_value></tool_call>", []),
-        ("glm47", f"{C}ls -la dir=src</tool_call>", []),
-        ("glm47", f"{C}unheard_of\n</tool_call>", []),
+        *(("glm47", f"{C}{text}</tool_call>", []) for text in ("ls -la dir=src", "unheard_of\n")),
         ("qwen3_coder", "<function=other>\n</function>", []),
         ("qwen3_coder", f"{C}<function=run><parameter=n>1<parameter=yes>true</parameter></function></tool_call>", []),
-        ("json_tools", f'{C}{{"name": "fs.read", "args": {{"path": "a"}}}}</tool_call>', []),
-        ("json_tools", f'{C}{{"input": {{"path": "a"}}, "name": "fs.read"}}</tool_call>', []),
-        ("json_tools", f'{C}{{"name": "fs.read", "arguments": null, "path": "a"}}</tool_call>', []),
         ("json_tools", f'{C}{{"type": "function", "id": "1", "name": "ls"}}</tool_call>', ["ls"]),
-        ("json_tools", f'{C}{{"name": "I think", "arguments": {{}}}}</tool_call>', []),
-        ("json_tools", f'{C}{{"name": "ls", "arguments": {{}}, "arguments": {{}}}}</tool_call>', []),
-        ("json_tools", '{"name": "Anna", "arguments": {}}', []),
-        ("json_tools", '{"name": "ls", "size": 1}', []),
-        ("json_tools", '{"name": "ls", "arguments": "none"}', []),
-        ("json_tools", '{"size": 1, "name": "ls", "arguments": {}}', []),
-        ("json_tools", 'Such as {"name": "ls", "arguments": {}}', []),
-        ("json_tools", '[{"name": "ls", "arguments": {}}, 1]', []),
-        ("json_tools", '[{"name": "ls", "arguments": {}}', []),
-        ("json_tools", '{"name": "ls", "arguments": {}, "size": 1}', []),
-        ("json_tools", '{"name": "run", "arguments": "{\\"n\\": }"}', []),
-        ("json_tools", '```json\n{"name": "ls", "arguments": {}}\n```\nSuch is a call.', []),
-        ("json_tools", '```json\n{"name": "ls", "arguments": {}, "size": 1}\n```', []),
-        ("json_tools", 'Such as:\n```json\n{"name": "ls", "arguments": {}}\n```', []),
-        ("json_tools", '```json\n{"name": "Anna", "arguments": {}}\n```', []),
-        ("json_tools", '<think>{"name": "ls", "arguments": {}}', []),
-        ("json_tools", '{"name": "ls", "arguments": {}, 1}', []),
-        ("pythonic", LFM[0] + "run('ls')" + LFM[1], []),
-        ("pythonic", LFM[0] + "ls(), run(command=x)" + LFM[1], []),
-        ("pythonic", LFM[0] + "run(command=https://a.b/c,d)" + LFM[1], []),
-        ("pythonic", LFM[0] + "run(command='it's')" + LFM[1], []),
+        *(("json_tools", f"{C}{text}</tool_call>", []) for text in (
+            '{"name": "fs.read", "args": {"path": "a"}}', '{"input": {"path": "a"}, "name": "fs.read"}',
+            '{"name": "fs.read", "arguments": null, "path": "a"}', '{"name": "I think", "arguments": {}}',
+            '{"name": "ls", "arguments": {}, "arguments": {}}')),
+        *(("json_tools", text, []) for text in (
+            '{"name": "Anna", "arguments": {}}', '{"name": "ls", "size": 1}', '{"name": "ls", "arguments": "none"}',
+            '{"size": 1, "name": "ls", "arguments": {}}', f"Such as {LS}", f"[{LS}, 1]", f"[{LS}", f"<think>{LS}",
+            '{"name": "ls", "arguments": {}, "size": 1}', '{"name": "run", "arguments": "{\\"n\\": }"}',
+            f"```json\n{LS}\n```\nSuch is a call.", '```json\n{"name": "ls", "arguments": {}, "size": 1}\n```',
+            f"Such as:\n```json\n{LS}\n```", '```json\n{"name": "Anna", "arguments": {}}\n```',
+            '{"name": "ls", "arguments": {}, 1}')),
+        *(("pythonic", LFM[0] + text + LFM[1], []) for text in (
+            "run('ls')", "ls(), run(command=x)", "run(command=https://a.b/c,d)", "run(command='it's')")),
         ("gemma4", f"{G}run{{command:ls}}<tool_call|>", []),
     ],
 )  # fmt: skip
@@ -359,10 +316,8 @@ def test_text_is_withheld_only_while_a_call_may_follow(text):
 @sweep("text", ["{0}{0}", "{1}\n{0}", "{0}\n{1}", "{0}\n[{0}]", "```json\n{0}\n{0}\n```"])
 def test_without_parallel_calls_what_follows_a_call_is_text(text):
     said = text.format(BARE, f"<tool_call>{BARE}</tool_call>")
-    reader, answer = (
-        AnswerReader(format=attrs.evolve(call_format("json_tools"), is_parallel=False), tools=TOOLS),
-        Answer(),
-    )
+    format, answer = attrs.evolve(call_format("json_tools"), is_parallel=False), Answer()
+    reader = AnswerReader(format=format, tools=TOOLS)
     answer.add([*reader.add(said), *reader.finish(is_complete=True)])
     assert len(answer.calls) + answer.content.count('"run"') == 2
     assert len(answer.calls) == (0 if "```" in said else 1)

@@ -152,7 +152,9 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(num_streams,
     draft_step=st.sampled_from([0.25, 2.0, 16.0]),
     max_streams=st.sampled_from([None, 1, 2]),
 )
-def test_turns_go_round_and_texts_are_right_whoever_comes_when(streams, draft_step, max_streams):
+def test_turns_go_round_and_texts_are_right_whoever_comes_when(
+    streams: list[tuple[dict[str, Any], int, int, float]], draft_step: float, max_streams: int | None
+) -> None:
     async def main(asked: Asked) -> None:
         texts: dict[int, list[int]] = {}
         async with simulated(*pair(), price=priced(draft=draft_step), max_streams=max_streams) as simulation:

@@ -64,13 +64,14 @@ INVOKE = (
     '<atem:function_calls>\n<atem:invoke name="get_current_temperature">\n<atem:parameter name="location">Rome'
     "</atem:parameter>\n</atem:invoke>\n</atem:function_calls>"
 )
+INVOKED = f"<|eom|><|start|>assistant to=get_current_temperature<|message|>{INVOKE}"
+KIMI = "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>"
 
 
 @sweep(
     ("new", "text", "reasoning", "content", "calls"),
     [
-        (harmony, f"{ANALYSIS}Add.{NEXT}{FINAL}4", "Add.", "4", []),
-        (harmony, f"{ANALYSIS}Add.{NEXT}{FINAL}4<|return|>", "Add.", "4", []),
+        *((harmony, f"{ANALYSIS}Add.{NEXT}{FINAL}4{end}", "Add.", "4", []) for end in ("", "<|return|>")),
         (harmony, f"<|start|>assistant{FINAL}4", "", "4", []),
         # Messages without a role, and with white space between them.
         (harmony, f"{ANALYSIS}Add.<|end|>{FINAL}4<|return|>", "Add.", "4", []),
@@ -85,15 +86,14 @@ INVOKE = (
         (harmony, '<|channel|>analysis to=search code<|message|>{"a": 1}', "", "", [("search", ONE)]),
         (harmony, f"<|channel|>commentary<|message|>I look.{NEXT}{CALL}{ONE}", "", "I look.", [("search", ONE)]),
         (harmony, f"{ANALYSIS}a{NEXT}<|channel|>analysis to=python code<|message|>1 + 1", "a\n\n1 + 1", "", []),
-        (harmony, f"{CALL}not JSON", "", f"{CALL}not JSON", []),
-        (harmony, f"{CALL}[1]", "", f"{CALL}[1]", []),
-        (harmony, f"{CALL}{{}}".replace("search", "rm"), "", f"{CALL}{{}}".replace("search", "rm"), []),
         (lambda: harmony(has_tools=False), f"{CALL}{{}}", "", f"{CALL}{{}}", []),
-        # Words about markers, and texts without any.
+        # Odd calls, words about markers, and texts without any.
+        *(
+            (harmony, odd, "", odd, [])
+            for odd in (f"{CALL}not JSON", f"{CALL}[1]", f"{CALL}{{}}".replace("search", "rm"))
+        ),
         (harmony, f"{FINAL}A <|end|> ends, {FINAL} begins.", "", f"A <|end|> ends, {FINAL} begins.", []),
-        (harmony, f"The {FINAL} text.", "", f"The {FINAL} text.", []),
-        (harmony, "assistant", "", "assistant", []),
-        (harmony, ONE, "", ONE, []),
+        *((harmony, text, "", text, []) for text in (f"The {FINAL} text.", "assistant", ONE)),
         (harmony, f"{ANALYSIS}a{NEXT}{ONE}", "a", ONE, []),
         # What the prompt has begun.
         (lambda: harmony(FINAL + "It "), "is 4", "", "is 4", []),
@@ -101,22 +101,10 @@ INVOKE = (
         (lambda: harmony("<|channel|>"), "analysis<|message|>a", "a", "", []),
         (muse, " to=self<|message|>a<|eom|><|start|>assistant to=user<|message|>b<|eot|>", "a", "b", []),
         (muse, f" to=get_current_temperature<|message|>{INVOKE}<|eot|>", "", "", [ROME]),
-        (
-            muse,
-            f" to=self<|message|>a<|eom|><|start|>assistant to=get_current_temperature<|message|>{INVOKE}<|eom|>"
-            f"<|start|>assistant to=get_current_temperature<|message|>{INVOKE}",
-            "a",
-            "",
-            [ROME] * 2,
-        ),
+        (muse, f" to=self<|message|>a{INVOKED}{INVOKED}", "a", "", [ROME] * 2),
         (muse, INVOKE, "", "", [ROME]),
         (muse, f" to=user<|message|>A {INVOKE[:20]} begins.", "", f"A {INVOKE[:20]} begins.", []),
-        (
-            kimi,
-            "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>b \nc<|close|>response<|sep|>"
-            "<|close|>message<|sep|>",
-            *("a", "b \nc", []),
-        ),
+        (kimi, f"{KIMI}response<|sep|>b \nc<|close|>response<|sep|><|close|>message<|sep|>", "a", "b \nc", []),
         (kimi, "<|open|>response<|sep|>b<|close|>respond", "", "b<|close|>respond", []),
     ],
 )
@@ -249,11 +237,8 @@ async def test_a_stream_marks_the_reasoning_and_stops_in_the_content():
 @sweep(
     ("text", "choice", "is_allowed"),
     [
-        (LOOKED_UP + DOUBLES, "required", True),
-        (DOUBLES, "double", True),
-        (LOOKED_UP + SAID, "required", False),
-        (LOOKED_UP + SAID, "auto", True),
-        (DOUBLES, "auto", True),
+        *[(LOOKED_UP + DOUBLES, "required", True), (DOUBLES, "double", True), (DOUBLES, "auto", True)],
+        *[(LOOKED_UP + SAID, "required", False), (LOOKED_UP + SAID, "auto", True)],
         (DOUBLES.replace("4", '"four"'), "required", False),
     ],
 )

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,20 +16,11 @@ import runtime
 from runtime.generation.chat_template.rendering import for_template, render_chat_template
 
 
-def system(text: str = "first") -> dict[str, Any]:
-    return {"role": "system", "content": text}
+def message_of(role: str, text: str = "first") -> dict[str, Any]:
+    return {"role": role, "content": text}
 
 
-def developer(text: str) -> dict[str, Any]:
-    return {"role": "developer", "content": text}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def says(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+system, developer, user, says = (partial(message_of, role) for role in ("system", "developer", "user", "assistant"))
 
 
 def calls(*arguments: Any, ids: Sequence[str | None] = ("callid001", "callid002"), **more: Any) -> dict[str, Any]:
@@ -74,10 +66,7 @@ CHATS: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "a question in place of a result": ([user("one"), calls(FINE), user("three")], "one Lima three"),
     "a result without its call": ([result("sunny"), user("one")], "sunny one"),
     "a result behind an answer": ([*ANSWERED, result("sunny"), user("three")], "two sunny three"),
-    "a result of another call": (
-        [user("one"), calls(FINE), result("sunny", "other0001"), user("three")],
-        "sunny three",
-    ),
+    "a result of another call": ([*CALLED[:2], result("sunny", "other0001"), user("three")], "sunny three"),
     "two calls": ([user("one"), calls(FINE, FINE), result("sunny"), result("rainy", "callid002")], "sunny rainy"),
     "two answers with a call each": (
         [user("one"), calls(FINE), calls(FINE, ids=["callid002"]), result("sunny"), result("rainy", "callid002")],
@@ -126,9 +115,8 @@ def test_what_a_template_takes_whole_is_rendered_as_it_is(family, chat, tools):
     messages, words = CHATS[chat]
     tokenizer = templated(TEMPLATES[family])
     try:
-        plain = tokenizer.apply_chat_template(
-            for_template(messages), tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        how: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+        plain = tokenizer.apply_chat_template(for_template(messages), **how)
     except Exception:
         return
     num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
@@ -140,14 +128,8 @@ def test_what_a_template_takes_whole_is_rendered_as_it_is(family, chat, tools):
 @sweep("family", TEMPLATES)
 def test_a_malformed_call_stays_beside_a_good_one(family, arguments):
     """local-inference-lab/vllm #684."""
-    messages = [
-        user("one"),
-        calls(FINE, arguments),
-        result("sunny"),
-        result("bad", "callid002"),
-        says("x"),
-        user("end"),
-    ]
+    results = result("sunny"), result("bad", "callid002")
+    messages = [user("one"), calls(FINE, arguments), *results, says("x"), user("end")]
     text = render_chat_template(messages, templated(TEMPLATES[family]), tools=TOOLS)
     assert re.search("city.{1,6}Lima", text)
     assert all(word in text for word in ("sunny", "bad", "end"))
@@ -202,9 +184,8 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them()
 def test_calls_of_no_known_format_are_written_as_json_where_the_template_leaves_them_out():
     without_format = templated(TEMPLATES["lfm2"].replace("<|tool_list_start|>", ""))
     written = '{"name": "look", "arguments": {"city": "Lima"}}'
-    assert (
-        render_chat_template(CALLED, without_format) == f"<|user|>one<|assistant|>{written}<|tool|>sunny<|assistant|>"
-    )
+    text = render_chat_template(CALLED, without_format)
+    assert text == f"<|user|>one<|assistant|>{written}<|tool|>sunny<|assistant|>"
 
 
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken():
@@ -228,8 +209,7 @@ def test_short_ids_are_the_same_for_call_and_result_and_in_the_next_request():
     assert one != other
     # A client that counts its calls from the start in each message.
     later = ids(*first, user("three"), calls(FINE, ids=["call_0"]), result("c", "call_0"))
-    assert later[:4] == [one, other, other, one]
-    assert later[4] == later[5]
+    assert (later[:4], later[4]) == ([one, other, other, one], later[5])
     assert later[4] not in (one, other)
     assert ids(calls(FINE, ids=["abc123def"]), result("a", "abc123def")) == ["abc123def"] * 2
 
@@ -259,16 +239,9 @@ EFFORT = """\
 @sweep(
     ("levels", "asked", "taken"),
     [
-        (("xhigh", "medium", "low"), "high", "xhigh"),
-        (("xhigh", "medium", "low"), "minimal", "low"),
-        (("xhigh", "medium", "low"), "max", "xhigh"),
-        (("xhigh", "medium", "low"), "low", "low"),
-        (("xhigh", "medium", "low"), "none", "low"),
-        (("xhigh", "medium", "low"), "", "xhigh"),
-        (("xhigh", "medium", "low"), "much", "xhigh"),
-        (("high", "low"), "medium", "high"),
-        (("high", "low"), "HIGH", "high"),
-        (("deep",), "high", "deep"),
+        *((("xhigh", "medium", "low"), asked, "xhigh") for asked in ("high", "max", "", "much")),
+        *((("xhigh", "medium", "low"), asked, "low") for asked in ("minimal", "low", "none")),
+        *[(("high", "low"), "medium", "high"), (("high", "low"), "HIGH", "high"), (("deep",), "high", "deep")],
     ],
 )
 def test_an_effort_is_the_nearest_that_the_template_takes(levels, asked, taken):

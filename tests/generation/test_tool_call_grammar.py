@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from schemas import closed_object
 from sweeps import sweep
 from tool_call_cases import FORMATS, block, call_format, call_in
 from transformers import AutoTokenizer
@@ -23,25 +24,19 @@ from runtime.generation.tool_calls.call_grammar import call_grammar
 from runtime.generation.tool_calls.events import Answer
 from runtime.generation.tool_calls.tools import Tools, tools_of
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "enum": ["Lisbon", "Oslo"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-                "note": {"type": "string"},
-                "exact": {"type": "boolean"},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
+CITY = {"type": "string", "enum": ["Lisbon", "Oslo"]}
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+FORECAST = closed_object(city=CITY, days=DAYS, note={"type": "string"}, exact={"type": "boolean"})
+
+
+def function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    given = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **given, **more}}
+
+
+WEATHER = function("get_weather", {**FORECAST, "required": ["city", "days"]}, strict=True)
+CLOCK = function("clock")
+BAD = function("f", {"type": "object", "not": {"required": ["a"]}})
 TAGS = ("<think>", "</think>")
 
 
@@ -192,7 +187,7 @@ def test_an_answer_that_must_be_calls_has_sixteen_at_most(name, content):
 
 
 def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
-    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(257)]
+    many = [function(f"f{i}") for i in range(257)]
     for given in ({"choice": "required"}, {"is_parallel": False}):
         with pytest.raises(runtime.SettingsError, match="hold a model to 256 tools at most, got 257; leave some out"):
             tools_of(many, **given)
@@ -204,35 +199,27 @@ def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
 def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     tools = tools_of([WEATHER])
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    grammar = made(tools, format, of, content=schema)
+    grammar = made(tools, format, of, content=closed_object(a={"const": 1}))
     assert Writer(grammar, of, 0).write('{"a": 1}') == ('{"a": 1}', True)
     assert Writer(grammar, of, 0).write(CALLS["json_tools"])[0] == CALLS["json_tools"]
 
 
 def test_a_schema_that_cannot_be_followed_is_an_error_or_any_json():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
-    tools = tools_of([bad], "required")
+    tools = tools_of([BAD], "required")
     with pytest.raises(runtime.SettingsError):
         made(tools, format, of)
-    text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(
-        '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>'
-    )
+    said = '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>'
+    text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(said)
     assert answer_of(text, format, tools).calls[0].values == {"b": [1]}
 
 
 def test_a_function_has_no_other_arguments_than_the_listed_ones():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     nested = {"type": "object", "properties": {"b": {"type": "integer"}}}
-    for properties, said in (
-        ({}, '{"x": 1}'),
-        (None, '{"x": 1}'),
-        ({"a": {"type": "integer"}}, '{"a": 1, "x": 2}'),
-        ({"a": nested}, '{"a": {"x": 1}}'),
-    ):
-        function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
-        tools = tools_of([{"type": "function", "function": function}], "required")
+    of_numbers = {"a": {"type": "integer"}}, '{"a": 1, "x": 2}'
+    for properties, said in (({}, '{"x": 1}'), (None, '{"x": 1}'), of_numbers, ({"a": nested}, '{"a": {"x": 1}}')):
+        tools = tools_of([function("f", {"type": "object", "properties": properties})], "required")
         writer = Writer(made(tools, format, of), of, 0)
         text, _ = writer.write(f'<tool_call>\n{{"name": "f", "arguments": {said}}}\n</tool_call>')
         assert len(answer_of(text, format, tools).calls) == 1
@@ -241,8 +228,7 @@ def test_a_function_has_no_other_arguments_than_the_listed_ones():
 
 def test_a_function_whose_schema_is_left_out_frees_no_other():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
-    tools = tools_of([bad, WEATHER], "required")
+    tools = tools_of([BAD, WEATHER], "required")
     text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(CALLS["json_tools"].replace("Oslo", "Paris"))
     assert "Paris" not in text
 
@@ -301,8 +287,7 @@ def test_an_object_with_listed_properties_has_no_others(schema, expected):
     [
         {"type": "object"},
         True,
-        {**A, "additionalProperties": True},
-        {**A, "additionalProperties": {"type": "string"}},
+        *({**A, "additionalProperties": others} for others in (True, {"type": "string"})),
         {**A, "unevaluatedProperties": False},
         {"type": "object", "properties": {"a": True}, "required": ["b"]},
         {"type": "object", "properties": {"a": True}, "minProperties": 2},

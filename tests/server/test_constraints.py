@@ -11,6 +11,7 @@ import trio
 from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, real_server
 from assembled import text_of
 from chat_models import calling_pair
+from schemas import closed_object
 from sweeps import sweep
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
@@ -25,12 +26,7 @@ from runtime.server.errors import ConstraintError, error_response_of
 from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Schemas
 from runtime.server.openai.requests import ChatRequest
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+SCHEMA = closed_object(a={"type": "boolean"})
 NAMED = {"name": "x", "schema": SCHEMA}
 GBNF = 'root ::= ("a" | "b") [0-9]{2} "."'
 

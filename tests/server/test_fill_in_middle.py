@@ -19,12 +19,8 @@ CODE = [
     "    return quicksort(less) + [pivot] + quicksort(more)\n\n\nfor item in items: print(item)\n",
 ]
 PAIRS = [
-    ("def f(x):\n    ", "\n    return x\n"),
-    ("items = quick", "(items)\n"),
-    (" two spaces ", "  in front"),
-    ("", " return items"),
-    ("def f(", ""),
-    ("naïve 🙂 = 1", "🙂 中文\n"),
+    *[("def f(x):\n    ", "\n    return x\n"), ("items = quick", "(items)\n"), (" two spaces ", "  in front")],
+    *[("", " return items"), ("def f(", ""), ("naïve 🙂 = 1", "🙂 中文\n")],
 ]
 pairs = sweep(("prefix", "suffix"), PAIRS)
 QWEN_PARTS = (
@@ -91,47 +87,31 @@ def code_gemma() -> TokenizerWrapper:
 
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-QWEN = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.Split(Regex(QWEN_PARTS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-)
+OF_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+QWEN = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_PARTS), "isolated"), OF_WORDS])
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
 
 # As a model card has it: the prompt as one text, and what begins it; and tokens that end the middle.
 Card = tuple[Callable[[], TokenizerWrapper], str, tuple[str, ...]]
+QWEN_MARKERS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+QWEN_ENDS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+STAR_MARKERS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"]
+STAR_ENDS = dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
+DEEP_MARKERS = ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"]
+DEEP_ENDS = {"begin": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
 BY_CARD: dict[str, Card] = {
     "Qwen2.5-Coder": (
-        lambda: byte_level(
-            QWEN,
-            ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
-            is_special=False,
-            eos_token="<|im_end|>",
-            pad_token="<|endoftext|>",
-        ),
+        lambda: byte_level(QWEN, QWEN_MARKERS, is_special=False, **QWEN_ENDS),
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
         ("<|fim_pad|>", "<|endoftext|>", "<|file_sep|>", "<|repo_name|>"),
     ),
     "StarCoder2": (
-        lambda: byte_level(
-            DIGITS,
-            ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"],
-            is_special=True,
-            bos_token="<|endoftext|>",
-            eos_token="<|endoftext|>",
-        ),
+        lambda: byte_level(DIGITS, STAR_MARKERS, is_special=True, **STAR_ENDS),
         "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
         ("<|endoftext|>", "<fim_pad>", "<file_sep>"),
     ),
     "DeepSeek-Coder": (
-        lambda: byte_level(
-            GPT2,
-            ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
-            is_special=False,
-            begin="<｜begin▁of▁sentence｜>",
-            eos_token="<｜end▁of▁sentence｜>",
-        ),
+        lambda: byte_level(GPT2, DEEP_MARKERS, is_special=False, **DEEP_ENDS),
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
         ("<｜fim▁hole｜>",),
     ),

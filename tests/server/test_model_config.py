@@ -80,10 +80,7 @@ LARGE = '[models.x]\ntarget = "large"\n'
         ("[models]\nx = 3", "'…/models.toml', models.x: must be a table, got 3"),
         ("[models.x\n", "'…/models.toml' cannot be read: Expected ']' at the end of a table declaration"),
         ("[model.x]\n", "'…/models.toml', model: there is no such key; did you mean 'models'?"),
-        (
-            'idle_seconds = -1\n[models.x]\ntarget = "large"',
-            "'…/models.toml', idle_seconds: must be a number of seconds",
-        ),
+        (f"idle_seconds = -1\n{LARGE}", "'…/models.toml', idle_seconds: must be a number of seconds"),
         ("[models.x]\n", "'…/models.toml', [models.x], target: is missing; give a path or a hub id"),
         ("[models.x]\ntarget = 3", "'…/models.toml', [models.x], target: must be a path or a hub id, or a table"),
         ('[models."x y"]\ntarget = "./no"', "'…/models.toml', [models.'x y'], target: target './no' does not exist"),
@@ -148,6 +145,6 @@ def test_a_file_that_is_missing_is_named(tmp_path):
 )
 def test_the_command_line_says_so_too(folder, arguments, expected, capfd):
     path = folder / "wrong.toml"
-    path.write_text('[models.x]\ntarget = "large"\nkv_bits = 7')
+    path.write_text(LARGE + "kv_bits = 7")
     assert cli.main(["serve", "--port", "0", "--config", str(path), *arguments]) == 2
     assert expected in capfd.readouterr().err

@@ -103,16 +103,8 @@ def test_log_probabilities_come_beside_reasoning_opened_by_the_template():
 
 @on_server()
 async def test_settings_are_given_back_with_a_response(server):
-    given = {
-        "instructions": "be brief",
-        "metadata": {"a": "b"},
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "parallel_tool_calls": False,
-        "tool_choice": "auto",
-        "user": "me",
-        "store": False,
-    }
+    given = {"instructions": "be brief", "metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.25, "user": "me"}
+    given |= {"parallel_tool_calls": False, "tool_choice": "auto", "store": False}
     answer = await server.ask(RESPONSES, {**RESPONSE, **given, "reasoning": {"effort": "low", "summary": "auto"}})
     assert {name: answer.json[name] for name in given} == given
     assert answer.json["reasoning"] == {"effort": "low", "summary": "auto"}
@@ -129,62 +121,40 @@ async def test_a_response_names_the_servers_default_where_the_request_sets_none(
 # --- requests -------------------------------------------------------------------------------------
 
 
+def of(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
 def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
+    return of("user", content)
 
 
-ANSWERED = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
+CHATTED = [of("system", "be brief"), user("one"), of("assistant", "two", reasoning_content="hm"), user("three")]
+THOUGHT = [{"type": "thinking", "thinking": "hm", "signature": "abc"}, {"type": "redacted_thinking", "data": "xyz"}]
+TO_MESSAGES = {
+    "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief", "cache_control": None}],
+    "messages": [
+        user([{"type": "text", "text": "one"}]),
+        of("assistant", [*THOUGHT, {"type": "text", "text": "two"}]),
+        user([{"type": "document", "source": {"type": "text", "data": "three"}}]),
+    ],
+}
+TWO = [{"type": "output_text", "text": "two", "annotations": [], "logprobs": []}]
+TO_RESPONSES = [
+    of("developer", "be brief"),
+    user([{"type": "input_text", "text": "one"}]) | {"type": "message"},
+    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "hm"}]},
+    of("assistant", TWO, type="message", id="msg_1", status="completed"),
+    user("three"),
+]
 
 
 @on_server()
 @sweep(
     ("path", "conversation", "chat"),
     [
-        (
-            MESSAGES,
-            {
-                "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief", "cache_control": None}],
-                "messages": [
-                    user([{"type": "text", "text": "one"}]),
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "hm", "signature": "abc"},
-                            {"type": "redacted_thinking", "data": "xyz"},
-                            {"type": "text", "text": "two"},
-                        ],
-                    },
-                    user([{"type": "document", "source": {"type": "text", "data": "three"}}]),
-                ],
-            },
-            [{"role": "system", "content": "be brief"}, user("one"), ANSWERED, user("three")],
-        ),
-        (
-            RESPONSES,
-            {
-                "instructions": "be kind",
-                "input": [
-                    {"role": "developer", "content": "be brief"},
-                    {"type": "message", **user([{"type": "input_text", "text": "one"}])},
-                    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "hm"}]},
-                    {
-                        "type": "message",
-                        "id": "msg_1",
-                        "status": "completed",
-                        "role": "assistant",
-                        "content": [{"type": "output_text", "text": "two", "annotations": [], "logprobs": []}],
-                    },
-                    user("three"),
-                ],
-            },
-            [
-                {"role": "system", "content": "be kind"},
-                {"role": "system", "content": "be brief"},
-                user("one"),
-                ANSWERED,
-                user("three"),
-            ],
-        ),
+        (MESSAGES, TO_MESSAGES, CHATTED),
+        (RESPONSES, {"instructions": "be kind", "input": TO_RESPONSES}, [of("system", "be kind"), *CHATTED]),
     ],
 )
 async def test_a_conversation_is_that_of_a_chat(server, path, conversation, chat):
@@ -194,57 +164,27 @@ async def test_a_conversation_is_that_of_a_chat(server, path, conversation, chat
     assert text_of(answer) == same.text
 
 
-CACHED = {"type": "ephemeral", "ttl": "5m"}
+HELLO_CACHED = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": "5m"}, "citations": None}
+OF_MESSAGES: dict[str, Any] = {
+    **{"metadata": {"user_id": "me"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "tools": []},
+    **{"container": None, "context_management": {"edits": []}, "output_config": {"effort": "high"}, "system": ""},
+    **{"thinking": {"type": "enabled", "budget_tokens": 1024}, "messages": [user([HELLO_CACHED])]},
+}
+OF_RESPONSES: dict[str, Any] = {
+    **{"include": ["reasoning.encrypted_content"], "truncation": "auto", "service_tier": "auto"},
+    **{"prompt_cache_key": "a", "safety_identifier": "me", "background": False, "conversation": None},
+    **{"stream_options": {"include_obfuscation": False}, "text": {"verbosity": "low"}},
+    **{"max_tool_calls": None, "tools": [{"type": "web_search"}]},
+}
 
 
 @on_server()
-@sweep(
-    ("path", "asked", "by_itself"),
-    [
-        (
-            MESSAGES,
-            MESSAGE,
-            {
-                "metadata": {"user_id": "me"},
-                "service_tier": "auto",
-                "cache_control": {"type": "ephemeral"},
-                "container": None,
-                "context_management": {"edits": []},
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
-                "output_config": {"effort": "high"},
-                "tools": [],
-                "system": "",
-                "messages": [user([{"type": "text", "text": "hello", "cache_control": CACHED, "citations": None}])],
-            },
-        ),
-        (
-            RESPONSES,
-            RESPONSE,
-            {
-                "include": ["reasoning.encrypted_content"],
-                "truncation": "auto",
-                "service_tier": "auto",
-                "prompt_cache_key": "a",
-                "safety_identifier": "me",
-                "background": False,
-                "conversation": None,
-                "stream_options": {"include_obfuscation": False},
-                "max_tool_calls": None,
-                "tools": [{"type": "web_search"}],
-                "text": {"verbosity": "low"},
-            },
-        ),
-    ],
-)
+@sweep(("path", "asked", "by_itself"), [(MESSAGES, MESSAGE, OF_MESSAGES), (RESPONSES, RESPONSE, OF_RESPONSES)])
 async def test_what_a_client_sends_by_itself_is_not_refused(server, path, asked, by_itself):
     headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
     answer = await server.ask(path, {**asked, **by_itself}, headers=headers)
     assert answer.status == 200
     assert text_of(answer) == text_of(await server.ask(path, asked))
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 @sweep(
@@ -265,9 +205,11 @@ def test_reasoning_is_what_the_template_is_told(request_, variables):
 
 
 def test_a_format_is_that_of_a_chat():
-    given = {**FORMAT, "name": "thing", "strict": True}
-    for request in (message_of(output_config={"format": FORMAT}), response_of(text={"format": given})):
-        assert request.constraint == Constraint("json", SCHEMA, "response_format")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format = {"type": "json_schema", "schema": schema}
+    given = {**format, "name": "thing", "strict": True}
+    for request in (message_of(output_config={"format": format}), response_of(text={"format": given})):
+        assert request.constraint == Constraint("json", schema, "response_format")
     for kind, expected in (("json_object", Constraint("json", ANY_OBJECT, "response_format")), ("text", None)):
         assert response_of(text={"format": {"type": kind}, "verbosity": "low"}).constraint == expected
 
@@ -358,11 +300,10 @@ async def test_only_the_latest_responses_are_stored(server):
     assert found == [200, 404, 200]
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("pgd"), st.integers(0, 6), st.integers(0, 40)), max_size=40),
-    st.integers(0, 4),
-    st.integers(0, 100),
-)
+STEPS = st.lists(st.tuples(st.sampled_from("pgd"), st.integers(0, 6), st.integers(0, 40)), max_size=40)
+
+
+@given(STEPS, st.integers(0, 4), st.integers(0, 100))
 @settings(deadline=None)
 def test_a_store_keeps_within_its_bounds_what_was_used_last(steps, max_responses, max_bytes):
     store = ResponseStore(max_responses, max_bytes)

@@ -38,6 +38,7 @@ from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, target, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_tokenizers import EMOJI_BYTES, byte_fallback, demo
+from schemas import closed_object
 from scripted import ScriptedModel, hashed, priced
 from sweeps import sweep
 
@@ -506,14 +507,7 @@ async def test_a_stream_whose_text_is_withheld_is_kept_alive(server):
 # --- real models ----------------------------------------------------------------------------------
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"side": {"enum": ["left", "right"]}, "far": {"type": "boolean"}},
-    "required": ["side", "far"],
-    "additionalProperties": False,
-}
-
-
+SCHEMA = closed_object(side={"enum": ["left", "right"]}, far={"type": "boolean"})
 _SWITCHED = THINKING_TEMPLATE.replace("enable_thinking is false", "thinking is defined and not thinking")
 _OFF: list[dict[str, Any]] = [{}, {"thinking": {"type": "disabled"}}]
 _ON: list[dict[str, Any]] = [

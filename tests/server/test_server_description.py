@@ -157,29 +157,15 @@ RESPONSE = {
     **dict.fromkeys(("completed_at", "max_output_tokens", "previous_response_id"), False),
 }
 END = {"stop_reason": True, "stop_sequence": True}
+MESSAGE_EVENTS = {**within("message", END), "delta.stop_sequence": False}
+OF_TEXTS, CHOSEN, AT = "openai.types:Completion", {"choices.logprobs": True}, "openai.types.responses:"
 SCHEMAS = {
     # In clients, a chunk is of the type of a response. OpenAI's service gives it no reason before the end.
-    COMPLETIONS: Schema(
-        "openai.types:Completion",
-        {"choices.logprobs": True},
-        "openai.types:Completion",
-        {"choices.logprobs": True, "choices.finish_reason": True},
-    ),
-    FIM: CHATS,
-    CHAT: CHATS,
-    RESPONSES: Schema(
-        "openai.types.responses:Response",
-        RESPONSE,
-        "openai.types.responses:ResponseStreamEvent",
-        within("response", RESPONSE),
-    ),
-    f"{RESPONSES}/{{id}}": Schema("openai.types.responses:Response", RESPONSE),
-    MESSAGES: Schema(
-        "anthropic.types:Message",
-        END,
-        "anthropic.types:RawMessageStreamEvent",
-        {**within("message", END), "delta.stop_sequence": False},
-    ),
+    COMPLETIONS: Schema(OF_TEXTS, CHOSEN, OF_TEXTS, {**CHOSEN, "choices.finish_reason": True}),
+    **dict.fromkeys((FIM, CHAT), CHATS),
+    RESPONSES: Schema(f"{AT}Response", RESPONSE, f"{AT}ResponseStreamEvent", within("response", RESPONSE)),
+    f"{RESPONSES}/{{id}}": Schema(f"{AT}Response", RESPONSE),
+    MESSAGES: Schema("anthropic.types:Message", END, "anthropic.types:RawMessageStreamEvent", MESSAGE_EVENTS),
     COUNT_TOKENS: Schema("anthropic.types:MessageTokensCount"),
 }
 ERROR: Locations = within("error", {"param": False, "code": False})

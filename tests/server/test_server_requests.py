@@ -45,56 +45,38 @@ ASKED = [(COMPLETIONS, DEF), (CHAT, HELLO)]
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
 SAME: list[dict[str, Any]] = [
-    {"max_tokens": 7},
-    SAMPLED,
-    {"temperature": 1, "seed": 2**64 - 1},
-    {**SAMPLED, "top_p": 0.1},
-    {**SAMPLED, "top_k": 2},
-    {**SAMPLED, "min_p": 0.6},
+    *[{"max_tokens": 7}, SAMPLED, {"temperature": 1, "seed": 2**64 - 1}, {"ignore_eos": True}],
+    *({**SAMPLED, **more} for more in ({"top_p": 0.1}, {"top_k": 2}, {"min_p": 0.6}, {"acceptance": "rejection"})),
     {**SAMPLED, "xtc_probability": 1.0, "xtc_threshold": 0.02},
-    {"presence_penalty": 4},
-    {"frequency_penalty": 1.5},
-    {"repetition_penalty": 2.5},
-    {"presence_penalty": 4, "presence_context_size": 10},
+    *[{"presence_penalty": 4}, {"frequency_penalty": 1.5}, {"repetition_penalty": 2.5}],
+    *({"presence_penalty": 4, "presence_context_size": size} for size in (10, None)),
     {"frequency_penalty": 4, "frequency_context_size": 10},
     {"repetition_penalty": 2.5, "repetition_context_size": 10},
-    {"presence_penalty": 4, "presence_context_size": None},
-    {"ignore_eos": True},
-    {"lookahead": 0},
-    {"lookahead": 5},
-    {"acceptance": "rejection", **SAMPLED},
-    {"draft_temperature": 0.5},
-    {"draft_temperature": 0},
-    {"stop": "☂"},
-    {"stop": ["☂", "12"]},
+    *[{"lookahead": 0}, {"lookahead": 5}, {"draft_temperature": 0.5}, {"draft_temperature": 0}],
+    *[{"stop": "☂"}, {"stop": ["☂", "12"]}],
+]
+NO_EFFECT: list[dict[str, Any]] = [
+    {"temperature": None, "stop": None, "n": None, "stream": None, "logit_bias": None},
+    {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}},
+    *[{}, {"lookahead": "auto"}, {"draft_temperature": None}, {"stop": []}, {"stop": ""}, {"cache_prompt": True}],
+    *[{"seed": -1, "top_k": -1, "min_tokens": 0}, {"top_k": 0}, {"response_format": {"type": "text"}}],
+    {"n": 1, "user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto"},
+    {"safety_identifier": "me", "prompt_cache_key": "a", "prompt_cache_retention": "24h"},
+    {"model": MODEL},
 ]
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *((each, each) for each in SAME),
-    ({}, {}),
-    ({"temperature": None, "stop": None, "n": None, "stream": None, "logit_bias": None}, {}),
-    ({"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}, {}),
+    *((each, {}) for each in NO_EFFECT),
     ({"repeat_penalty": 2.5}, {"repetition_penalty": 2.5}),
     ({"temperature": 1, "random_seed": 4}, {"temperature": 1.0, "seed": 4}),
     ({"logit_bias": {"5": 3.5, "0": -100}}, {"logit_bias": {5: 3.5, 0: -100}}),
     ({"logit_bias": {"fAf": 3.5, "0": -100}}, {"logit_bias": {5: 7.0, 26: 3.5, 0: -100}}),
-    ({"stop_tokens": [9]}, {"stop_tokens": [9]}),
-    ({"stop_token_ids": [9]}, {"stop_tokens": [9]}),
-    ({"lookahead": "auto"}, {}),
-    ({"draft_temperature": None}, {}),
+    *(({name: [9]}, {"stop_tokens": [9]}) for name in ("stop_tokens", "stop_token_ids")),
     ({"num_draft_tokens": 5}, {"lookahead": 5}),
-    ({"stop": []}, {}),
-    ({"stop": ""}, {}),
     ({"stop": ["", "☂"]}, {"stop": ["☂"]}),
-    ({"seed": -1, "top_k": -1, "min_tokens": 0}, {}),
-    ({"top_k": 0}, {}),
     # The smallest of nuclei, and not none.
     ({"top_p": 0, **SAMPLED}, {"top_k": 1, **SAMPLED}),
-    ({"cache_prompt": True}, {}),
     ({"cache_prompt": False}, {"reuse_prefix": False}),
-    ({"n": 1, "user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto"}, {}),
-    ({"safety_identifier": "me", "prompt_cache_key": "a", "prompt_cache_retention": "24h"}, {}),
-    ({"response_format": {"type": "text"}}, {}),
-    ({"model": MODEL}, {}),
 ]
 
 
@@ -112,11 +94,9 @@ async def test_a_field_is_the_setting_that_it_stands_for_or_has_no_effect(server
 @sweep(
     ("path", "body", "logprobs"),
     [
-        (COMPLETIONS, {**DEF, "logprobs": 0}, 1),
-        (COMPLETIONS, {**DEF, "logprobs": 4}, 4),
+        *((COMPLETIONS, {**DEF, "logprobs": n}, n or 1) for n in (0, 4)),
         (CHAT, {**HELLO, "logprobs": True}, 1),
-        (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 0}, 1),
-        (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 4}, 4),
+        *((CHAT, {**HELLO, "logprobs": True, "top_logprobs": n}, n or 1) for n in (0, 4)),
         (CHAT, {**HELLO, "logprobs": False, "top_logprobs": 4}, 0),
         (CHAT, {**HELLO, "max_completion_tokens": 9}, 0),
         (CHAT, {**HELLO, "max_completion_tokens": 9, "max_tokens": 4}, 0),
@@ -169,16 +149,12 @@ async def test_without_a_chat_template_what_was_said_is_a_running_text(server):
 @sweep(
     ("kind", "field", "value"),
     [
-        (CompletionRequest, "prompt", [-1] * 20_000),
-        (CompletionRequest, "prompt", ["a"] * 20_000),
-        (CompletionRequest, "prompt", [["a"] * 20_000]),
+        *((CompletionRequest, "prompt", odd) for odd in ([-1] * 20_000, ["a"] * 20_000, [["a"] * 20_000])),
         (CompletionRequest, "stop", [3] * 20_000),
         (CompletionRequest, "stop_tokens", [-1] * 20_000),
         (CompletionRequest, "logit_bias", {f"x{i}": None for i in range(20_000)}),
-        (ChatRequest, "messages", [0] * 20_000),
-        (ChatRequest, "messages", [{"role": "user", "content": [0] * 20_000}]),
-        (ChatRequest, "messages", [{"role": "user", "tool_calls": [0] * 20_000}]),
-        (ChatRequest, "tools", [0] * 20_000),
+        *((ChatRequest, name, [0] * 20_000) for name in ("messages", "tools")),
+        *((ChatRequest, "messages", [{"role": "user", name: [0] * 20_000}]) for name in ("content", "tool_calls")),
     ],
 )
 def test_what_is_wrong_with_a_long_list_is_not_gathered_one_by_one(kind, field, value):
@@ -361,13 +337,8 @@ async def test_the_one_model_is_listed(server):
 @sweep(
     ("path", "method", "status"),
     [
-        ("/nothing", "GET", 404),
-        ("/v1/embeddings", "POST", 404),
-        (COMPLETIONS, "GET", 405),
-        (CHAT, "DELETE", 405),
-        ("/health", "POST", 405),
-        (COMPLETIONS, "OPTIONS", 405),
-        ("/timelines/cmpl-none", "GET", 404),
+        *[("/nothing", "GET", 404), ("/v1/embeddings", "POST", 404), ("/timelines/cmpl-none", "GET", 404)],
+        *[(COMPLETIONS, "GET", 405), (COMPLETIONS, "OPTIONS", 405), (CHAT, "DELETE", 405), ("/health", "POST", 405)],
     ],
 )
 async def test_what_is_not_there_is_an_error_as_any_other(server, path, method, status):
@@ -400,8 +371,6 @@ async def test_what_is_not_there_is_answered_with_what_is(server, path, remedy):
 
 
 KEYED = {"api_key": "s3cret"}
-
-
 WRONG = [None, "", "Bearer", "Bearer wrong", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "Bearer \xe9"]
 
 
