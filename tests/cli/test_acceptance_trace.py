@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-import trio
+from interrupts import cancelled_at
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import greedy
@@ -78,16 +78,9 @@ async def test_it_has_what_the_models_say_at_every_position(pair, tmp_path):
 @pytest.mark.slow
 async def test_an_interrupted_one_has_the_texts_that_were_finished(pair, tmp_path):
     trace = AcceptanceTrace(prompts=PROMPTS, max_tokens=16, file=tmp_path / "trace.jsonl")
-    with trio.CancelScope() as scope:
-
-        def on_progress(what: str) -> None:
-            if what == "decoding text 2 of 2":
-                scope.cancel()
-
-        await trace.measure((pair[0], None), (pair[1], None), on_progress=on_progress)
-    assert scope.cancelled_caught
+    result = await cancelled_at("decoding text 2 of 2", trace, (pair[0], None), (pair[1], None))
     assert [text.prompt for text in read_trace(tmp_path / "trace.jsonl")] == [tuple(PROMPTS[0])]
-    assert (trace.repeats_done, trace.is_complete, trace.result()["rows"][0]["num_texts"]) == (1, False, 1)
+    assert (trace.repeats_done, trace.is_complete, result["rows"][0]["num_texts"]) == (1, False, 1)
 
 
 SCHEMA = {

@@ -105,8 +105,7 @@ def test_a_last_line_without_its_line_break_is_kept(endless, tmp_path, capfd):
         ([], None, "has no prompts; give one a line"),
         ([{"id": "a", "prompt": "w"}] * 2, None, 'two lines with {"id": "a"}'),
         ([{"id": 2, "prompt": "w"}, {"prompt": "w"}], None, 'two lines with {"id": 2}'),
-        ([{"prompt": "w"}], "notes of mine", "its line 1 is not an answer; give another file"),
-        ([{"prompt": "w"}], '{"id": 1}\n', "its line 1 is not an answer; give another file"),
+        *(([{"prompt": "w"}], odd, "its line 1 is not an answer; give") for odd in ("notes of mine", '{"id": 1}\n')),
         ([{"prompt": "w"}], '{"id": 7, "text": ""}\n', 'has an answer to {"id": 7}, which is not in'),
     ],
 )
@@ -176,11 +175,8 @@ def question(body: Any, **fields: Any) -> files.Question:
 
 
 def test_what_has_no_effect_in_a_request_of_openais_has_none_here():
-    ignored = {
-        name: "x"
-        for name, field in CompletionRequest.model_fields.items()
-        if any(isinstance(each, _WithoutEffect) for each in field.metadata)
-    }
+    fields = CompletionRequest.model_fields.items()
+    ignored = {name: "x" for name, each in fields if any(isinstance(it, _WithoutEffect) for it in each.metadata)}
     assert len(ignored) > 5
     as_always = {"n": 1, "response_format": {"type": "text"}}
     nulls = dict.fromkeys(("logprobs", "stop", "seed", "temperature", "messages", "tools"))
@@ -188,18 +184,16 @@ def test_what_has_no_effect_in_a_request_of_openais_has_none_here():
     assert (asked.fault, asked.prompt, asked.settings) == (None, "w", {"seed": 4})
 
 
+OBJECT: dict[str, Any] = {"response_format": {"type": "json_object"}}
+
+
 @sweep(
     ("body", "settings"),
     [
-        ({"max_tokens": None}, {"max_tokens": None}),
-        ({"max_tokens": None, "max_completion_tokens": 5}, {"max_tokens": 5}),
-        ({"max_tokens": 5, "max_completion_tokens": None}, {"max_tokens": 5}),
-        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
-        ({"logprobs": True}, {"logprobs": 1}),
+        *((same, same) for same in ({"max_tokens": None}, {"logprobs": 3}, {"n": 2}, OBJECT)),
+        *(({"max_tokens": a, "max_completion_tokens": b}, {"max_tokens": 5}) for a, b in ((None, 5), (5, None))),
+        *[({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}), ({"logprobs": True}, {"logprobs": 1})],
         ({"logprobs": False, "top_logprobs": None}, {}),
-        ({"logprobs": 3}, {"logprobs": 3}),
-        ({"n": 2}, {"n": 2}),
-        ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
     ],
 )
 def test_fields_of_openais_requests_become_settings(body, settings):
@@ -219,8 +213,7 @@ def test_log_probabilities_that_were_asked_for_are_in_the_answer(endless, tmp_pa
     found = by_label(out)
     assert "logprobs" not in found['{"id": 2}']
     for line, token in zip(found['{"custom_id": "r"}']["logprobs"], whole.tokens, strict=True):
-        assert line["id"] == token.id
-        assert line["logprob"] == pytest.approx(token.logprob, abs=1e-4)
+        assert (line["id"], line["logprob"]) == (token.id, pytest.approx(token.logprob, abs=1e-4))
         assert [top["id"] for top in line["top_logprobs"]] == [top.id for top in token.top_logprobs]
 
 

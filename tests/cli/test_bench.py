@@ -21,7 +21,7 @@ import models
 import pytest
 import trio
 from command_line import json_of, ran
-from interrupts import Interrupted
+from interrupts import Interrupted, cancelled_at
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import Padded, greedy, llama, mamba, near
 from our_threads import outrider_threads
@@ -48,14 +48,8 @@ PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
 
 def small(**changes: Any) -> OneStream:
     """A benchmark that takes a moment."""
-    settings: dict[str, Any] = {
-        "prompts": PROMPTS,
-        "num_draft_tokens": (1, 3),
-        "lookaheads": (0, 2, "auto"),
-        "max_tokens": 16,
-        "repeats": 2,
-    }
-    return OneStream(**settings | changes)
+    settings: dict[str, Any] = {"prompts": PROMPTS, "num_draft_tokens": (1, 3), "lookaheads": (0, 2, "auto")}
+    return OneStream(**settings | {"max_tokens": 16, "repeats": 2} | changes)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
@@ -280,15 +274,7 @@ async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
     measured = small(repeats=5, num_draft_tokens=(1,), lookaheads=(2,))
-    with trio.CancelScope() as scope:
-
-        def look(what: str) -> None:
-            if what.startswith("repeat 2 of 5, prompt 2 of 2"):
-                scope.cancel()
-
-        await measured.measure((target, None), (draft, None), on_progress=look)
-    assert scope.cancelled_caught
-    result = measured.result()
+    result = await cancelled_at("repeat 2 of 5, prompt 2 of 2", measured, (target, None), (draft, None))
     assert (result["repeats_done"], result["is_complete"]) == (2, False)
     assert {row["num_texts"] for row in result["rows"]} == {3}
     assert not outrider_threads()

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import trio
 from command_line import ran
+from interrupts import cancelled_at
 from models import greedy, mamba, near
 from our_threads import outrider_threads
 
@@ -97,16 +97,7 @@ async def test_streams_of_a_recurrent_target_are_measured_too():
 
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
-    measured = small(repeats=5)
-    with trio.CancelScope() as scope:
-
-        def look(what: str) -> None:
-            if what.startswith("repeat 2 of 5, 3 streams"):
-                scope.cancel()
-
-        await measured.measure((target, None), (draft, None), on_progress=look)
-    assert scope.cancelled_caught
-    result = measured.result()
+    result = await cancelled_at("repeat 2 of 5, 3 streams", small(repeats=5), (target, None), (draft, None))
     assert (result["repeats_done"], result["is_complete"]) == (2, False)
     assert [len(row["speeds"]) for row in result["rows"]] == [2, 2, 2, 2, 1, 1, 1, 1]
     assert not outrider_threads()

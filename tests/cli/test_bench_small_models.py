@@ -77,9 +77,8 @@ def test_every_contender_writes_a_shapes_text_with_the_given_acceptance(capsys):
 def test_a_drafter_may_be_one_layer_of_its_target():
     for name, shape in SHAPES.items():
         layers = {"num_hidden_layers": 1} | ({"full_attention_interval": 1} if name == "hybrid" else {})
-        assert num_bytes(shape.lazy_model(1, "bfloat16", None, **layers)) < num_bytes(
-            shape.lazy_model(0, "bfloat16", None)
-        )
+        one_layer = shape.lazy_model(1, "bfloat16", None, **layers)
+        assert num_bytes(one_layer) < num_bytes(shape.lazy_model(0, "bfloat16", None))
     target, draft = shaped_pair("tiny", 1.0, drafter="layer")
     assert (len(draft.layers), len(target.layers)) == (1, 2)
     assert draft.source_name.startswith("one layer (")

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from runtime.terminal.display import rows_of
 from runtime.terminal.signals import ECHO_S, SignalScope
 
 PROMPT = "w1 w2 w3"
+no_utf8 = partial(io.TextIOWrapper, io.BytesIO(b"def \xff"), encoding="utf-8")
 
 
 def run_here(capture: Any, *arguments: str, status: int = 0) -> Any:
@@ -121,9 +123,7 @@ def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
 def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
     prompt = " ".join(["w1 w2 w3"] * 4)
     arguments = [prompt, "--target", endless, "--max-tokens", "24", "--json"]
-    said = []
-    for draft in ("none", "ngram"):
-        said.append(json_here(capfd, *arguments, "--draft", draft, "--lookahead", "3"))
+    said = [json_here(capfd, *arguments, "--draft", draft, "--lookahead", "3") for draft in ("none", "ngram")]
     assert said[0]["tokens"] == said[1]["tokens"]
     assert said[0]["statistics"]["proposed"] == 0 < said[1]["statistics"]["proposed"]
 
@@ -146,8 +146,7 @@ def test_json_is_one_object_with_everything_in_it(endless, capfd):
     said = json.loads(out)
     expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5)
     assert list(said) == ["text", "tokens", "finish_reason", "stop_reason", "interrupted", "statistics"]
-    assert said["text"] == expected.text
-    assert said["tokens"] == [token.id for token in expected.tokens]
+    assert (said["text"], said["tokens"]) == (expected.text, [token.id for token in expected.tokens])
     assert (said["finish_reason"], said["interrupted"]) == ("length", False)
     assert said["statistics"].keys() == attrs.fields_dict(runtime.Statistics).keys()
     assert (said["statistics"]["prompt_tokens"], said["statistics"]["generated_tokens"]) == (3, 5)
@@ -156,31 +155,25 @@ def test_json_is_one_object_with_everything_in_it(endless, capfd):
 
 
 def test_settings_on_the_command_line_are_those_of_python(endless, capfd):
-    options = ["--logit-bias", "3=-inf,4=1.5", "--repetition-penalty", "1.3", "--stop-tokens", "7,9", "--ignore-eos"]
-    said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options)
-    settings = {"logit_bias": {3: -math.inf, 4: 1.5}, "repetition_penalty": 1.3, "stop_tokens": [7, 9]}
-    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, ignore_eos=True, **settings)
-    assert said["tokens"] == [token.id for token in expected.tokens]
-    options = ["--temperature", "1.2", "--seed", "3", "--top-p", "0.9", "--top-k", "30", "--min-p", "0.01"]
-    said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options)
-    settings = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}
-    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, **settings)
-    assert said["tokens"] == [token.id for token in expected.tokens]
+    biased: dict[str, Any] = {"logit_bias": {3: -math.inf, 4: 1.5}, "repetition_penalty": 1.3, "stop_tokens": [7, 9]}
+    sampled: dict[str, Any] = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}
+    for options, settings in (
+        ("--logit-bias 3=-inf,4=1.5 --repetition-penalty 1.3 --stop-tokens 7,9 --ignore-eos", biased),
+        ("--temperature 1.2 --seed 3 --top-p 0.9 --top-k 30 --min-p 0.01", sampled),
+    ):
+        said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options.split())
+        settings["ignore_eos"] = "--ignore-eos" in options
+        expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, **settings)
+        assert said["tokens"] == [token.id for token in expected.tokens]
 
 
 def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
-    options = ["--logprobs", "128", "--logit-bias", "3=-inf"]
-    said = json.loads(
-        run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "2", "--json", *options).out,
-        parse_constant=pytest.fail,
-    )
-    assert [of_token["logprob"] for of_token in said["logprobs"]] == [
-        max(top["logprob"] for top in of_token["top_logprobs"] if top["logprob"] is not None)
-        for of_token in said["logprobs"]
-    ]
-    assert {top["logprob"] for of_token in said["logprobs"] for top in of_token["top_logprobs"] if top["id"] == 3} == {
-        None
-    }
+    options = ["--max-tokens", "2", "--json", "--logprobs", "128", "--logit-bias", "3=-inf"]
+    out = run_here(capfd, PROMPT, "--target", endless, *options).out
+    for of_token in json.loads(out, parse_constant=pytest.fail)["logprobs"]:
+        tops = {top["id"]: top["logprob"] for top in of_token["top_logprobs"]}
+        assert tops.pop(3) is None
+        assert of_token["logprob"] == max(tops.values())
 
 
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
@@ -204,11 +197,7 @@ def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless, monkeypatch, capfd
     ("prompt", "stdin", "complaint"),
     [
         ("def \udcff", None, "the prompt is not valid text: 'utf-8' codec can't encode"),
-        (
-            "-",
-            lambda: io.TextIOWrapper(io.BytesIO(b"def \xff"), encoding="utf-8"),
-            "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff",
-        ),
+        ("-", no_utf8, "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff"),
         ("-", lambda: None, "stdin is closed"),
         ("w1 " * 32, None, "prompt is too long: 32 tokens > 31 maximum"),
         ("-", io.StringIO, "the prompt is empty; give a text to continue or a question"),
@@ -231,8 +220,7 @@ def test_stats_end_with_a_table_on_stderr(endless, capfd):
     assert rows["tokens"] == "12 after a prompt of 3"
     assert rows["speed"].endswith(" tokens/s")
     assert rows["first token"].startswith("after ")
-    assert rows["acceptance"] == "100.0% (9 of 9 proposed)"
-    assert rows["tokens per round"] == "4.00 in 3 rounds"
+    assert (rows["acceptance"], rows["tokens per round"]) == ("100.0% (9 of 9 proposed)", "4.00 in 3 rounds")
     assert rows["lookahead"].endswith(" misses")
     assert rows["busy"].startswith("target ")
     assert rows["peak memory"].endswith("B")
@@ -253,6 +241,12 @@ def statistics(**changes: Any) -> runtime.Statistics:
     return runtime.Statistics(**numbers | {"time_to_first_token": None, "advice": ()} | changes)
 
 
+COPIES = {"copy_acceptance": 0.75, "accepted": 9, "accepted_copied": 3, "rejected_copied": 1}
+FRESH = {"acceptance_rate": 0.7, "fresh_acceptance": 0.75, "stale_acceptance": 0.625}
+STALE = {"acceptance_rate": 0.7, "fresh_acceptance": None, "stale_acceptance": 0.7}
+SHARED = {"rows_per_pass": 2.5, "pass_rows": 40, "wait_seconds": 0.4, "longest_wait_seconds": 1.2}
+
+
 @sweep(
     ("numbers", "name", "value"),
     [
@@ -265,28 +259,12 @@ def statistics(**changes: Any) -> runtime.Statistics:
         ({"generation_tps": None}, "speed", "not known after a single round"),
         ({"acceptance_rate": 0.0, "proposed": 4}, "acceptance", "0.0% (0 of 4 proposed)"),
         ({"model_acceptance": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
-        (
-            {"copy_acceptance": 0.75, "accepted": 9, "accepted_copied": 3, "rejected_copied": 1},
-            "copies",
-            "75.0% (3 of 4 proposed)",
-        ),
-        (
-            {"acceptance_rate": 0.7, "fresh_acceptance": 0.75, "stale_acceptance": 0.625},
-            "fresh and stale",
-            "75.0% and 62.5% of the drafts",
-        ),
-        (
-            {"acceptance_rate": 0.7, "fresh_acceptance": None, "stale_acceptance": 0.7},
-            "fresh and stale",
-            "– and 70.0% of the drafts",
-        ),
+        (COPIES, "copies", "75.0% (3 of 4 proposed)"),
+        (FRESH, "fresh and stale", "75.0% and 62.5% of the drafts"),
+        (STALE, "fresh and stale", "– and 70.0% of the drafts"),
         ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
         ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
-        (
-            {"rows_per_pass": 2.5, "pass_rows": 40, "wait_seconds": 0.4, "longest_wait_seconds": 1.2},
-            "shared passes",
-            "2.50 streams a pass; a round waited 10 ms, at most 1.20 s",
-        ),
+        (SHARED, "shared passes", "2.50 streams a pass; a round waited 10 ms, at most 1.20 s"),
         ({"resting_rounds": 1234}, "undrafted", "1,234 rounds, in which speculating did not pay"),
         ({"draft_timeouts": 3}, "late drafter", "3 times, and the target went on without it"),
         ({"draft_failures": 2}, "failed drafter", "2 times, and the target went on without it"),
@@ -334,10 +312,8 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
 def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_path, capfd):
     damaged = save_model(tmp_path / "damaged", context=32)
     damage(damaged)
-    models = {"target": endless, "draft": endless} | {role: str(damaged)}
-    err = refused_here(
-        capfd, PROMPT, "--target", models["target"], "--draft", models["draft"], "--stats", "--json", status=1
-    )
+    models = ["--target", endless, "--draft", endless, f"--{role}", str(damaged)]  # the last one of a name counts
+    err = refused_here(capfd, PROMPT, *models, "--stats", "--json", status=1)
     assert role in err
     assert str(damaged) in err
 
@@ -462,15 +438,10 @@ class Interrupted(runtime.terminal.display.Display):
 SIGNALS = itertools.cycle([(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
 
-@sweep(
-    ("kind", "number", "status"),
-    [
-        (kind, *each)
-        for kind, each in zip(
-            ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"], SIGNALS, strict=False
-        )
-    ],
-)
+KINDS = ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"]
+
+
+@sweep(("kind", "number", "status"), [(kind, *each) for kind, each in zip(KINDS, SIGNALS, strict=False)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
     monkeypatch.setattr(generate_command, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
     # Not "auto", which may let so slow a drafter rest as long as the machine is busy.

@@ -57,16 +57,9 @@ def test_whoever_ignores_ctrl_c_in_the_background_goes_on_doing_so():
 
 def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
     """Run Python with a directory that comes first in its module search. Returns its exit status, stdout and stderr."""
-    path = f"{first}{os.pathsep}{ROOT}"
-    process = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment() | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    env = environment() | {"PYTHONPATH": f"{first}{os.pathsep}{ROOT}"}
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 60, "check": False}
+    process = subprocess.run([sys.executable, *arguments], env=env, **how)
     return process.returncode, process.stdout, process.stderr
 
 

@@ -105,9 +105,8 @@ def test_an_adapter_gives_the_same_text(model, adapter, monkeypatch, capfd):
 @pytest.mark.parametrize("flags", [[], ["--ignore-chat-template"]], ids=["template", "raw"])
 def test_a_prompt_cache_file_is_continued_with_the_same_text(flags, model, tmp_path, monkeypatch, capfd):
     file = str(tmp_path / "prompt.safetensors")
-    of_mlx_lm(
-        cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w21 w22 w23 w24", "--prompt-cache-file", file
-    )
+    cached = ["--model", model, "--prompt", "w21 w22 w23 w24", "--prompt-cache-file", file]
+    of_mlx_lm(cache_prompt, monkeypatch, capfd, *cached)
     arguments = ["--prompt", PROMPT, "-m", "12", "--prompt-cache-file", file, *flags]
     expected = of_mlx_lm(generate_of_mlx_lm, monkeypatch, capfd, *arguments, "--verbose", "f")
     assert ours(capfd, *arguments) == expected
@@ -117,7 +116,5 @@ def test_a_prompt_cache_file_is_continued_with_the_same_text(flags, model, tmp_p
 def test_another_model_than_that_of_the_file_is_refused(model, tmp_path, monkeypatch, capfd):
     file = str(tmp_path / "prompt.safetensors")
     of_mlx_lm(cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w2", "--prompt-cache-file", file)
-    assert (
-        f"--prompt-cache-file was made with {model}, got --target /another"
-        in ran(capfd, "generate", PROMPT, "--prompt-cache-file", file, "--target", "/another", status=2).err
-    )
+    _, err = ran(capfd, "generate", PROMPT, "--prompt-cache-file", file, "--target", "/another", status=2)
+    assert f"--prompt-cache-file was made with {model}, got --target /another" in err

@@ -30,23 +30,17 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 def test_a_completion_is_the_text_of_the_runtime(client, expected):
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24)
-    assert answer.choices[0].text == expected
-    assert (answer.usage.completion_tokens, answer.model) == (24, MODEL)
+    assert (answer.choices[0].text, answer.usage.completion_tokens, answer.model) == (expected, 24, MODEL)
     assert answer.usage.model_extra["proposed_tokens"] >= answer.usage.model_extra["accepted_tokens"]
-    stream = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=24, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(**asked, stream=True))
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
     assert chunks[-1].usage.completion_tokens == 24
 
 
 def test_a_chat_is_answered_whole_and_streaming_alike(client):
-    asked: Any = {
-        "model": MODEL,
-        "messages": [{"role": "system", "content": "# Python\n"}, {"role": "user", "content": PROMPT}],
-        "max_completion_tokens": 16,
-    }
+    messages = [{"role": "system", "content": "# Python\n"}, {"role": "user", "content": PROMPT}]
+    asked: Any = {"model": MODEL, "messages": messages, "max_completion_tokens": 16}
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content
@@ -152,11 +146,8 @@ def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end():
             server.process.send_signal(signal.SIGTERM)
             until(lambda: server.health()["status"] == "draining")
             new = httpx.post(f"{server.url}v1/completions", json={"prompt": PROMPT}, timeout=HANGS_S)
-            assert (new.status_code, new.headers["connection"], new.json()["error"]["code"]) == (
-                503,
-                "close",
-                "draining",
-            )
+            code = new.json()["error"]["code"]
+            assert (new.status_code, new.headers["connection"], code) == (503, "close", "draining")
             events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
@@ -165,9 +156,8 @@ def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end():
     said = "".join(server.said)
     assert "stopping: finishing 2 requests (at most" in said
     assert said.count('"GET /health" 503') == 1
-    assert re.search(
-        r'"POST /v1/completions" 200 tokens=\d+\+\d+ seconds=[\d.]+ unfinished\noutrider: the server has ended\n$', said
-    )
+    last_lines = r"200 tokens=\d+\+\d+ seconds=[\d.]+ unfinished\noutrider: the server has ended\n$"
+    assert re.search(f'"POST /v1/completions" {last_lines}', said)
 
 
 def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -286,8 +276,7 @@ def test_help_brings_in_neither_mlx_nor_a_server():
         "try:\n    main(['serve', '--help-all'])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'mlx', 'starlette', 'h11', 'pydantic'} & set(sys.modules)))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
-    )
+    how: Any = {"capture_output": True, "text": True, "check": True, "env": environment(), "cwd": ROOT}
+    ran = subprocess.run([sys.executable, "-c", program], **how)
     assert ran.stdout.splitlines()[-1] == "[]"
     assert "--max-waiting N" in ran.stdout

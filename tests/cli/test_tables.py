@@ -74,16 +74,10 @@ def test_nothing_is_wrapped_or_filled_up_where_no_terminal_shows_it(monkeypatch,
     assert capsys.readouterr().out == f"machine\ndevice  {finding}\nblas    x\n"
 
 
-@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_colour_off_a_terminal_wraps_nothing(monkeypatch, capsys, variable):
+@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("TTY_COMPATIBLE", "1"), ("COLUMNS", "")])
+def test_colour_or_an_empty_width_off_a_terminal_wraps_nothing(monkeypatch, capsys, variable, value):
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setenv(variable, "1")
-    print_sections([("machine", [("device", "word " * 100 + "end")])])
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_an_empty_width_in_the_environment_is_no_width(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "")
+    monkeypatch.setenv(variable, value)
     print_sections([("machine", [("device", "word " * 100 + "end")])])
     assert len(capsys.readouterr().out.splitlines()) == 2
 
@@ -96,22 +90,16 @@ FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # three faces that form o
 @sweep(
     ("text", "columns", "written"),
     [
-        ("the quick brown fox", 10, "the quick\nbrown fox"),
-        ("the quick brown fox", 9, "the quick\nbrown fox"),
+        *(("the quick brown fox", columns, "the quick\nbrown fox") for columns in (10, 9)),
         ("the quick  brown fox", 0, "the quick  brown fox"),
-        ("a\tb c", 10, "a\tb\nc"),
-        ("    indented word", 12, "    indented\nword"),
+        *[("a\tb c", 10, "a\tb\nc"), ("    indented word", 12, "    indented\nword")],
         ("one\n\ntwo three", 5, "one\n\ntwo\nthree"),
         # A word that is longer than a line stays whole, for the terminal to wrap.
         ("see https://example.org/a/long/way now", 12, "see\nhttps://example.org/a/long/way now"),
         # Wide characters are words, but for signs that must not begin or end a line; Hangul has blanks.
-        ("日本語の文章。", 6, "日本語\nの文\n章。"),
-        ("ab（日本）", 6, "ab（日\n本）"),
-        ("abc（日本）", 6, "abc\n（日\n本）"),
-        ("가나 다라", 6, "가나\n다라"),
-        ("ab 👍🏽👍🏽", 6, "ab 👍🏽\n👍🏽"),
-        (f"abc {FAMILY}", 6, f"abc {FAMILY}"),
-        ("ab 🇩🇪 cd", 5, "ab 🇩🇪\ncd"),
+        *[("日本語の文章。", 6, "日本語\nの文\n章。"), ("가나 다라", 6, "가나\n다라")],
+        *[("ab（日本）", 6, "ab（日\n本）"), ("abc（日本）", 6, "abc\n（日\n本）")],
+        *[("ab 👍🏽👍🏽", 6, "ab 👍🏽\n👍🏽"), (f"abc {FAMILY}", 6, f"abc {FAMILY}"), ("ab 🇩🇪 cd", 5, "ab 🇩🇪\ncd")],
         ("cafe\u0301 ole\u0301", 8, "cafe\u0301 ole\u0301"),
         # Line breaks in code would be copied with it.
         ("```py\na = b + c + d\n```\na b c d", 5, "```py\na = b + c + d\n```\na b c\nd"),

@@ -39,15 +39,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- prompts --------------------------------------------------------------------------------------
 
 BAD_PROMPTS = [
-    ([], "at least one token"),
-    ((), "at least one token"),
-    (mx.array([], dtype=mx.int32), "at least one token"),
+    *((empty, "at least one token") for empty in ([], (), mx.array([], dtype=mx.int32))),
     ([VOCAB_SIZE], f"prompt token {VOCAB_SIZE} is outside the target's vocabulary of {VOCAB_SIZE} ids"),
     ([1, 2, -1], f"prompt token -1 is outside the target's vocabulary of {VOCAB_SIZE} ids"),
-    ([1, True], "whole numbers, got True"),
-    ([1, 2.0], "whole numbers, got 2.0"),
-    ([1, None], "whole numbers, got None"),
-    ([1, "2"], "whole numbers, got '2'"),
+    *(([1, odd], f"whole numbers, got {odd!r}") for odd in (True, 2.0, None, "2")),
     (mx.array([1.0, 2.0]), "whole numbers, got 1.0"),
     (mx.array([[1, 2]]), "whole numbers, got [1, 2]"),
     (mx.array(3), "text, token ids or chat messages, got array"),
@@ -55,8 +50,7 @@ BAD_PROMPTS = [
     (None, "text, token ids or chat messages, got NoneType"),
     (b"bytes", "text, token ids or chat messages, got bytes"),
     ({"role": "user", "content": "hello"}, "text, token ids or chat messages, got dict"),
-    ("text", "opened without a tokenizer, so a prompt must be token ids, not text"),
-    ("", "opened without a tokenizer, so a prompt must be token ids, not text"),
+    *((text, "opened without a tokenizer, so a prompt must be token ids, not text") for text in ("text", "")),
     ([{"role": "user", "content": "hello"}], "opened without a tokenizer, so a prompt must be token ids, not messages"),
     (prompt_of(512), "prompt is too long: 512 tokens > 511 maximum; this model's maximum context length is 512 tokens"),
     (prompt_of(700), "700 tokens > 511 maximum"),
@@ -95,8 +89,7 @@ async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token():
         by_messages = await rt.generate(messages, max_tokens=8)
         by_text = await rt.generate("user : hello assistant :", max_tokens=8)
         assert ids(by_messages) == ids(by_text)
-        assert by_messages.statistics.prompt_tokens == 5
-        assert by_messages.text == by_text.text
+        assert (by_messages.statistics.prompt_tokens, by_messages.text) == (5, by_text.text)
 
 
 # --- options of open ------------------------------------------------------------------------------
@@ -109,25 +102,22 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
             raise AssertionError("should not be reached")
 
 
+OF_SPECS = ("adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code")
+
+
 @sweep(
     ("options", "says"),
     [
         ({"rewind": "sometimes"}, "rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'sometimes'"),
-        ({"rewind": None}, "rewind must be one of"),
-        ({"rewind": ["auto"]}, "rewind must be one of"),
+        *(({"rewind": odd}, "rewind must be one of") for odd in (None, ["auto"])),
         ({"trace": 7}, "trace must be a function of one event or the path of a file to write, got 7"),
-        ({"target": None}, "target must be a path, a hub id, a ModelSpec or a pair"),
-        ({"target": ""}, "target must be a path, a hub id, a ModelSpec or a pair"),
-        ({"target": 5}, "target must be a path, a hub id, a ModelSpec or a pair"),
+        *(({"target": odd}, "target must be a path, a hub id, a ModelSpec or a pair") for odd in (None, "", 5)),
         ({"target": ("a path", None)}, "must be (model, tokenizer or None)"),
         ({"target": (target(), "x")}, "the tokenizer in target must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (target(), object())}, "the tokenizer in draft must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (None,)}, "must be (model, tokenizer or None)"),
         ({"draft": ["owner/name"]}, "draft must be a path, a hub id, a ModelSpec or a pair"),
-        *(
-            ({name: "x"}, f"runtime.ModelSpec(path, {name}=...)")
-            for name in ("adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code")
-        ),
+        *(({name: "x"}, f"runtime.ModelSpec(path, {name}=...)") for name in OF_SPECS),
         ({"chat_template_args": "enable_thinking"}, "chat_template_args must be a mapping"),
         ({"chat_template_args": {"tokenize": True}}, "chat_template_args cannot have tokenize"),
         ({"prefix_cache_dir": 3}, "prefix_cache_dir must be the path of a directory or None, got 3"),
@@ -223,12 +213,8 @@ CONFIG = json.loads((runtime.DEMO_DRAFT / "config.json").read_text())
         (json.dumps(CONFIG | {"hidden_size": 128}), "copy"),  # not that of the weights
         ("", "copy/config.json' cannot be read as JSON: Expecting value"),
         ("{", "copy/config.json' cannot be read as JSON: Expecting property name"),
-        ("[]", 'copy/config.json\' has no "model_type"'),
-        ("{}", 'copy/config.json\' has no "model_type"'),
-        (
-            '{"model_type": "no_such_architecture"}',
-            rf"its model_type is 'no_such_architecture', which mlx-lm {version('mlx-lm')}, the version",
-        ),
+        *((text, 'copy/config.json\' has no "model_type"') for text in ("[]", "{}")),
+        ('{"model_type": "new"}', rf"its model_type is 'new', which mlx-lm {version('mlx-lm')}, the version"),
     ],
 )
 async def test_a_config_that_is_damaged(copy, text, says):

@@ -28,20 +28,11 @@ from protocol.trace import Event, Instant, Span
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 
 EVENTS = [
-    (Instant, "target", "open"),
-    (Instant, "draft", "open"),
-    (Span, "target", "open"),
-    (Span, "draft", "open"),
-    (Span, "target", "prefill"),
-    (Span, "draft", "prefill"),
-    (Span, "draft", "draft"),
-    (Instant, "draft", "proposal"),
-    (Span, "target", "verify"),
-    (Instant, "target", "verdict"),
-    (Instant, "target", "rewind"),
-    (Instant, "draft", "hit"),
-    (Instant, "draft", "miss"),
-    (Instant, "draft", "rewind"),
+    *((kind, actor, "open") for kind in (Instant, Span) for actor in ("target", "draft")),
+    *[(Span, "target", "prefill"), (Span, "draft", "prefill"), (Span, "draft", "draft")],
+    *[(Instant, "draft", "proposal"), (Span, "target", "verify")],
+    *((Instant, "target", kind) for kind in ("verdict", "rewind")),
+    *((Instant, "draft", kind) for kind in ("hit", "miss", "rewind")),
 ]
 UNDRAFTED_EVENTS = [
     *(event for event in EVENTS if event[1] == "target" and event[2] in ("open", "prefill", "verdict")),
@@ -81,13 +72,8 @@ class Trigger:
             act()
 
     def spans(self, actor: str, kind: str, session: int | None = None) -> list[Span]:
-        return [
-            event
-            for event in self.events
-            if isinstance(event, Span)
-            and (event.actor, event.kind) == (actor, kind)
-            and session in (None, event.session)
-        ]
+        spans = [each for each in self.events if isinstance(each, Span) and (each.actor, each.kind) == (actor, kind)]
+        return [span for span in spans if session in (None, span.session)]
 
 
 def nothing_is_left(trigger: Trigger) -> None:

@@ -80,15 +80,8 @@ async def by_an_error_inside_async_with(begin: Begin, _: trio.CancelScope, due: 
 
 
 WAYS: list[Way] = [
-    by_scope,
-    by_scope_around_what_is_kept,
-    by_scope_inside_async_with,
-    by_scope_around_other_work,
-    by_aclose,
-    by_aclose_in_a_cancelled_scope,
-    by_leaving,
-    by_an_error_inside_async_with,
-    by_dropping_unread,
+    *(by_scope, by_scope_around_what_is_kept, by_scope_inside_async_with, by_scope_around_other_work),
+    *(by_aclose, by_aclose_in_a_cancelled_scope, by_leaving, by_an_error_inside_async_with, by_dropping_unread),
 ]
 
 

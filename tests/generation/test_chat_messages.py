@@ -36,8 +36,7 @@ USER = {"role": "user", "content": "hello"}
 BAD = [
     ([{}], "messages[0] has no role; give it one of 'system', 'developer', 'user', 'assistant', 'tool'"),
     ([USER, {"content": "x"}], "messages[1] has no role"),
-    ([{"role": None, "content": "x"}], "messages[0] has the role None"),
-    ([{"role": 5, "content": "x"}], "messages[0] has the role 5"),
+    *(([{"role": odd, "content": "x"}], f"messages[0] has the role {odd}") for odd in (None, 5)),
     (
         [{"role": "users", "content": "x"}],
         "messages[0] has the role 'users', which is unknown; give it one of 'system'",
@@ -68,18 +67,16 @@ def test_an_invalid_message_is_refused_with_its_place_and_the_remedy(messages, s
     assert len(str(caught.value)) < 400
 
 
+NONE: list[dict[str, Any]] = [{}, {"content": None}]
+
+
 @sweep(
     ("messages", "text"),
     [
         ([{"role": role, "content": "hello"} for role in ROLES], " ".join(f"{role} : hello" for role in ROLES)),
-        ([{"role": "user", "content": ""}], "user :"),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}],
-            "user : hello",
-        ),
-        ([{"role": "user", "content": []}], "user :"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}], "assistant : called"),
-        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "assistant : called"),
+        *(([{"role": "user", "content": empty}], "user :") for empty in ("", [])),
+        ([{"role": "user", "content": [{"type": "text", "text": half} for half in ("hel", "lo")]}], "user : hello"),
+        *(([{"role": "assistant", **none, "tool_calls": [{"function": {}}]}], "assistant : called") for none in NONE),
         ([USER | {"name": "me", "extra": 5}], "user : hello"),
     ],
 )
@@ -128,16 +125,8 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
         assert len(encode_prompt([{"role": "user", "content": text}], short, VOCAB_SIZE)) == 24
     else:
         begun: list[Any] = []
-        conversation = Conversation(
-            lambda prompt, **_: begun.append(prompt),
-            None,
-            None,
-            short,
-            system=None,
-            thinking=None,
-            settings={},
-            tools=Functions(()),
-        )
+        how: Any = {"system": None, "thinking": None, "settings": {}, "tools": Functions(())}
+        conversation = Conversation(lambda prompt, **_: begun.append(prompt), None, None, short, **how)
         with pytest.raises(AttributeError):  # there is no stream
             conversation.stream(text)
         assert len(begun[0]) == 24

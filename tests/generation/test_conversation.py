@@ -28,9 +28,8 @@ def recurrent() -> nn.Module:
 @runtime.stateless
 def speaks(tokens: mx.array, logits: mx.array) -> mx.array:
     """Never ends the text, and never says a special token."""
-    return mx.where(
-        mx.arange(logits.shape[-1]) < 4096, mx.where(mx.arange(logits.shape[-1]) == 0, -mx.inf, logits), -mx.inf
-    )
+    ids = mx.arange(logits.shape[-1])
+    return mx.where((ids < 4096) & (ids != 0), logits, -mx.inf)
 
 
 def user(text: str) -> dict[str, str]:
@@ -255,25 +254,22 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text():
 def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[ReasoningTracker, list[bool]]:
     """The reasoning tracker of a text, and which of its tokens are reasoning."""
     answer = ReasoningTracker(wrapped, wrapped.encode(prompt, add_special_tokens=False))
-    flags = [
-        answer.add(id, wrapped.decode([id]), wrapped.decode([id]))
-        for id in wrapped.encode(text, add_special_tokens=False)
-    ]
-    return answer, flags
+    ids = wrapped.encode(text, add_special_tokens=False)
+    return answer, [answer.add(id, wrapped.decode([id]), wrapped.decode([id])) for id in ids]
+
+
+ASKED = "<|user|>What is <think>?<|endoftext|><|assistant|>"
 
 
 @sweep(
     ("text", "prompt", "thinking", "said"),
     [
-        ("import os", "", "", "import os"),
+        *(("import os", prompt, "", "import os") for prompt in ("", "<think>x</think>", ASKED)),
         ("<think>\nHm.\n</think>\n\nimport os", "", "\nHm.\n", "\n\nimport os"),
         ("Hm.\n</think>import os", "<|assistant|><think>\n", "Hm.\n", "import os"),
-        ("import os", "<think>x</think>", "", "import os"),
-        ("import os", "<|user|>What is <think>?<|endoftext|><|assistant|>", "", "import os"),
         ("<think>Hm", "", "Hm", ""),
         ("<think>b</think>\n<think>d</think>e", "", "bd", "\ne"),
-        ("Use <think> in it. </think>", "", "", "Use <think> in it. </think>"),
-        ("a</think>b", "", "", "a</think>b"),
+        *((text, "", "", text) for text in ("Use <think> in it. </think>", "a</think>b")),
         ("<think>a<think>b</think>c", "", "a<think>b", "c"),
     ],
 )
@@ -299,13 +295,8 @@ def test_tags_of_several_tokens():
 @sweep(
     ("stop", "thinking", "said"),
     [
-        (">\n\n\n", "see", "ok then"),
-        ("</think></think>", "see", "ok then"),
-        ("<thinker>", "see", "ok then"),
-        ("ee</th", "s", ""),
-        ("</think>ok t", "see", ""),
-        ("k t", "see", "o"),
-        ("then!", "see", "ok then"),
+        *((stop, "see", "ok then") for stop in (">\n\n\n", "</think></think>", "<thinker>", "then!")),
+        *[("ee</th", "s", ""), ("</think>ok t", "see", ""), ("k t", "see", "o")],
     ],
 )
 def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop, thinking, said):
@@ -357,9 +348,8 @@ async def test_a_conversation_that_has_outgrown_the_context_says_that_it_is_the_
             conversation.stream("word " * 2000)
         await conversation.generate("word " * 700, max_tokens=4)
         before = conversation.messages
-        with pytest.raises(
-            runtime.PromptError, match=r"^the conversation has become too long: .*or reset the conversation"
-        ):
+        too_long = r"^the conversation has become too long: .*or reset the conversation"
+        with pytest.raises(runtime.PromptError, match=too_long):
             conversation.stream("word " * 700)
         assert conversation.messages == before
         conversation.reset()

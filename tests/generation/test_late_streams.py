@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -60,9 +61,8 @@ async def cancel_and_begin(
 
     async def body() -> None:
         with outer:
-            async with simulated(
-                ScriptedModel(truthful), drafter(draft), schedule=schedule, max_streams=max_streams
-            ) as simulation:
+            how: Any = {"schedule": schedule, "max_streams": max_streams}
+            async with simulated(ScriptedModel(truthful), drafter(draft), **how) as simulation:
                 simulations.append(simulation)
                 began.set()
                 with trio.CancelScope(shield=True):
@@ -108,11 +108,8 @@ async def cancel_and_begin(
 def test_what_begins_as_the_runtime_is_cancelled_finds_it_closed(begin, draft, num_before, max_streams):
     # In the middle of a long job; and at a moment at which jobs begin and end.
     for at, ticks in itertools.product((10.25, 24.0), range(-3, 12, 2)):
-        run(
-            lambda at=at, ticks=ticks: cancel_and_begin(
-                begin, ticks, draft=draft, at=at, num_before=num_before, schedule=ticks, max_streams=max_streams
-            )
-        )
+        how = {"draft": draft, "at": at, "num_before": num_before, "schedule": ticks, "max_streams": max_streams}
+        run(partial(cancel_and_begin, begin, ticks, **how))
 
 
 def test_a_stream_begun_during_the_last_job_hears_of_the_close():

@@ -216,14 +216,8 @@ async def in_a_nursery() -> AsyncIterator[Any]:
             yield prompt
 
 
-async def in_a_scope_that_is_over_before_there_is_room() -> AsyncIterator[Any]:
-    with trio.move_on_after(1):
-        for prompt in itertools.cycle(PROMPTS):
-            yield prompt
-
-
-async def in_a_timeout_that_is_over_before_there_is_room() -> AsyncIterator[Any]:
-    with trio.fail_after(1):
+async def in_a_scope_that_is_over_before_there_is_room(scope: Any = trio.move_on_after) -> AsyncIterator[Any]:
+    with scope(1):
         for prompt in itertools.cycle(PROMPTS):
             yield prompt
 
@@ -242,11 +236,9 @@ async def in_a_nursery_that_fails() -> AsyncIterator[Any]:
 @sweep(
     ("prompts", "ends"),
     [
-        (in_a_scope, 6),
-        (in_a_nursery, 6),
+        *[(in_a_scope, 6), (in_a_nursery, 6), (in_a_nursery_that_fails, ExceptionGroup)],
         (in_a_scope_that_is_over_before_there_is_room, 2),
-        (in_a_timeout_that_is_over_before_there_is_room, trio.TooSlowError),
-        (in_a_nursery_that_fails, ExceptionGroup),
+        (partial(in_a_scope_that_is_over_before_there_is_room, trio.fail_after), trio.TooSlowError),
     ],
 )
 async def test_a_generator_may_have_scopes_and_nurseries_around_its_yield(prompts, ends, autojump_clock):
@@ -338,13 +330,8 @@ async def by_dropping_the_last_reference(begin: Begin, _: trio.CancelScope, due:
 
 
 WAYS: list[Way] = [
-    by_a_scope_around_await,
-    by_a_scope_around_await_of_what_is_kept,
-    by_scope,
-    by_break,
-    by_leaving,
-    by_aclose,
-    by_dropping_the_last_reference,
+    *(by_a_scope_around_await, by_a_scope_around_await_of_what_is_kept, by_scope),
+    *(by_break, by_leaving, by_aclose, by_dropping_the_last_reference),
 ]
 
 
@@ -374,10 +361,9 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel):
             assert {job.job.kind for job in handed if job.at > back_at} <= {"close"}
             assert len(begun(simulation)) == num_begun
             if many is not None:
-                with pytest.raises(RuntimeClosedError):
-                    await anext(many)
-                with pytest.raises(RuntimeClosedError):
-                    await many
+                for again in (anext, gathered):
+                    with pytest.raises(RuntimeClosedError):
+                        await again(many)
             await assert_over(simulation)
 
     prices = (priced(), priced(draft=8.0, verify=3.0))
@@ -433,10 +419,9 @@ async def test_the_first_that_fails_ends_all_with_its_error(consume, nth_check, 
         assert note.startswith("prompts[")
         assert len(begun(simulation)) < len(PROMPTS), "others began although one had failed"
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(RewindError):
-            await anext(many)
-        with pytest.raises(RewindError):
-            await many
+        for again in (anext, gathered):
+            with pytest.raises(RewindError):
+                await again(many)
         await assert_over(simulation)
 
 

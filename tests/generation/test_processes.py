@@ -323,11 +323,8 @@ ODD = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fat
 def is_one_traceback_of(error: str, errors: str) -> bool:
     """Whether stderr has exactly one traceback, of this exception by itself and not in a group."""
     lines = errors.splitlines()
-    return (
-        lines[0] == "Traceback (most recent call last):"
-        and lines[-1] == error
-        and not any(word in errors for word in ODD)
-    )
+    begins_and_ends = lines[0] == "Traceback (most recent call last):", lines[-1] == error
+    return all(begins_and_ends) and not any(word in errors for word in ODD)
 
 
 @pytest.mark.parametrize(("way", "said"), [("one_after_another", ["24", "8", "24", "24"]), ("left_open", ["24"])])

@@ -43,16 +43,14 @@ async def continued(file: Path, model: Any, draft: Any = None, *, options: Any =
     return [token.id for token in completion.tokens]
 
 
+QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
 MODELS: dict[str, Any] = {
     "attention": (llama, {}),
     "a window that is full": (functools.partial(gemma3_text, window=16), {}),
     "a window that is not": (functools.partial(gemma3_text, window=64), {}),
     "recurrent": (mamba, {}),
     "a bounded cache": (llama, {"max_kv_size": 24}),
-    "a quantised cache": (
-        functools.partial(build, "qwen3", head_dim=32),
-        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
-    ),
+    "a quantised cache": (functools.partial(build, "qwen3", head_dim=32), QUANTIZED),
 }
 
 
@@ -189,10 +187,8 @@ def _no_caches() -> bytes:
 @sweep(
     ("content", "said"),
     [
-        (b"", "is no prompt cache file"),
-        (b"no such file, but a text of some length", "is no prompt cache file"),
-        (struct.pack("<Q", 2) + b"{}", r"is no prompt cache file \(it has no metadata\)"),
-        (struct.pack("<Q", 2) + b"[]", r"is no prompt cache file \(it has no metadata\)"),
+        *((text, "is no prompt cache file") for text in (b"", b"no such file, but a text of some length")),
+        *((struct.pack("<Q", 2) + json, r"is no prompt cache file \(it has no metadata\)") for json in (b"{}", b"[]")),
         (_no_caches(), "it names no caches"),
         (struct.pack("<Q", 2**40), "its header is too long"),
         (None, "cannot read the prompt cache file"),

@@ -178,12 +178,9 @@ def lm_eval_pair(context: str, continuation: str) -> tuple[list[int], list[int]]
 
 async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
-        for prompt, continuation in [
-            ("def add(a, b):", " return a + b"),
-            ("def add(a, b): ", "return a + b"),
-            ("def add(a, b):\n    ", "return a + b\n"),
-            ("x", " = 🙂"),
-        ]:
+        begun = "def add(a, b):"
+        texts = [(begun, " return a + b"), (f"{begun} ", "return a + b"), (f"{begun}\n    ", "return a + b\n")]
+        for prompt, continuation in [*texts, ("x", " = 🙂")]:
             expected_prompt, expected = lm_eval_pair(prompt, continuation)
             score = await rt.score(prompt, continuation, logprobs=1)
             assert [token.id for token in score.tokens] == expected
@@ -202,6 +199,7 @@ async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does():
 # --- errors ---------------------------------------------------------------------------------------
 
 
+TOO_MANY = "tokens > 512 maximum"
 NOT_SCORED: list[tuple[Any, Any, type[Exception], str]] = [
     ([1, 2], [], runtime.PromptError, "as a continuation, the prompt is empty"),
     ([], [1], runtime.PromptError, "the prompt is empty"),
@@ -211,12 +209,7 @@ NOT_SCORED: list[tuple[Any, Any, type[Exception], str]] = [
     ([1], None, runtime.PromptError, "as a continuation, a prompt is text, token ids"),
     ([1], [{"role": "user", "content": "x"}], runtime.PromptError, "got chat messages"),
     ([1], "x", runtime.PromptError, "without a tokenizer, so a continuation must be token ids"),
-    (
-        [1] * 500,
-        [2] * 13,
-        runtime.PromptTooLongError,
-        "513 tokens > 512 maximum; the prompt has 500 and the continuation 13",
-    ),
+    ([1] * 500, [2] * 13, runtime.PromptTooLongError, f"513 {TOO_MANY}; the prompt has 500 and the continuation 13"),
     ([1], [2] * 600, runtime.PromptTooLongError, "prompt is too long: 600 tokens"),
 ]
 
@@ -235,9 +228,8 @@ async def test_texts_that_cannot_be_scored():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
         with pytest.raises(runtime.PromptError, match="as a continuation, the prompt is empty"):
             await rt.score("x", "")
-        one_token = [
-            word for word in ("return", "self", "def") if len(demo().encode(word)) == len(demo().encode(word[0]))
-        ]
+        words = ("return", "self", "def")
+        one_token = [word for word in words if len(demo().encode(word)) == len(demo().encode(word[0]))]
         with pytest.raises(runtime.PromptError, match="has no token of its own, because it joins the prompt's last"):
             await rt.score(one_token[0][0], one_token[0][1:])
         with pytest.raises(runtime.SettingsError, match="logprobs must be a whole number between 0 and 128, got 129"):

@@ -110,10 +110,8 @@ def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces,
         (["aab", "ab"], "xaaab", "xa", "aab"),
         (["ab", "aab"], "xaaab", "xa", "aab"),  # both are complete at the same token, and "aab" begins earlier
         (["abcd", "bc"], "abcd", "a", "bc"),  # "bc" is complete earlier, though it begins later
-        (["ab", "abc"], ["x", "abc"], "x", "ab"),
-        (["abc", "ab"], ["x", "abc"], "x", "abc"),
-        (["abc", "ab"], "xabc", "x", "ab"),
-        (["b", "b"], "ab", "a", "b"),
+        *[(["ab", "abc"], ["x", "abc"], "x", "ab"), (["abc", "ab"], ["x", "abc"], "x", "abc")],
+        *[(["abc", "ab"], "xabc", "x", "ab"), (["b", "b"], "ab", "a", "b")],
         (["aaa"], "aabaaa", "aab", "aaa"),
     ],
 )
@@ -361,8 +359,8 @@ TEXT = OneLetterTokenizer().decode(TOKENS)
     [
         ({}, "stop", None, 8),  # the tokenizer's own end
         ({"ignore_eos": True}, "length", None, 14),
-        ({"stop_tokens": [TOKENS[7]]}, "stop", TOKENS[7], 8),  # the same, and named
-        ({"stop_tokens": [TOKENS[7]], "ignore_eos": True}, "stop", TOKENS[7], 8),
+        # The same, and named.
+        *(({"stop_tokens": [TOKENS[7]], **more}, "stop", TOKENS[7], 8) for more in ({}, {"ignore_eos": True})),
         ({"stop_tokens": [TOKENS[9]]}, "stop", None, 8),
         ({"stop_tokens": [TOKENS[5]]}, "stop", TOKENS[5], 6),
         ({"stop": TEXT[5]}, "stop", TEXT[5], 6),
@@ -491,8 +489,7 @@ async def test_without_a_tokenizer_there_is_no_text_to_stop_at(autojump_clock):
     async with simulated(ScriptedModel(truthful)) as simulation:
         with pytest.raises(SettingsError, match=r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"):
             simulation.runtime.stream(DISTINCT, stop="x")
-        assert simulation.runtime.num_streams == 0
-        assert simulation.target.sequences == []
+        assert (simulation.runtime.num_streams, simulation.target.sequences) == (0, [])
 
 
 # --- reasoning and calls --------------------------------------------------------------------------
@@ -501,6 +498,7 @@ TAGS = ("<think>", "</think>")
 JSON_CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 9.8, "b": 1}}</tool_call>'
 GLM_CALL = "<tool_call>search<arg_key>query</arg_key><arg_value>9.8 or</arg_value></tool_call>"
 
+NO_CALL = "<tool_call>nothing</tool_call>"
 WHOLE: Any = None  # nothing is found
 
 
@@ -508,8 +506,7 @@ WHOLE: Any = None  # nothing is found
     ("options", "text", "stops", "given", "found"),
     [
         ({"is_thinking": True}, "9.8 <9.8?</think>\n\nIt is 9.80.", "9.8", "9.8 <9.8?</think>\n\nIt is ", "9.8"),
-        ({}, "<think>9.8</think>9.", "9.8", WHOLE, None),
-        ({}, "<think>9.8", "9.8", WHOLE, None),
+        *(({}, text, "9.8", WHOLE, None) for text in ("<think>9.8</think>9.", "<think>9.8")),
         ({}, "9.8<think>9.8</think>", "9.8", "", "9.8"),
         ({}, "a <think>9.8", "9.8", "a <think>", "9.8"),  # a word
         ({"is_thinking": True}, "a\n\nb\n</think>\n\nc\n\nd", "\n\n", "a\n\nb\n</think>\n\nc", "\n\n"),
@@ -519,15 +516,8 @@ WHOLE: Any = None  # nothing is found
         ({"format": "json_tools"}, f"9. {JSON_CALL[:50]}", "9.8", WHOLE, None),
         ({"format": "json_tools"}, f"9.8 {JSON_CALL}", "9.8", "", "9.8"),
         ({"format": "json_tools"}, f"A {JSON_CALL}", "<tool_call>", "A ", "<tool_call>"),
-        (
-            {"format": "json_tools"},
-            "<tool_call>nothing</tool_call> 9.8",
-            "9.8",
-            "<tool_call>nothing</tool_call> ",
-            "9.8",
-        ),
-        ({"format": "glm47"}, f"a {GLM_CALL}{GLM_CALL}", "9.8", WHOLE, None),
-        ({"format": "glm47"}, f"a {GLM_CALL[:60]}", "9.8", WHOLE, None),
+        ({"format": "json_tools"}, f"{NO_CALL} 9.8", "9.8", f"{NO_CALL} ", "9.8"),
+        *(({"format": "glm47"}, f"a {text}", "9.8", WHOLE, None) for text in (GLM_CALL * 2, GLM_CALL[:60])),
         ({"format": "glm47"}, f"{GLM_CALL}b 9.8", "9.8", f"{GLM_CALL}b ", "9.8"),
     ],
 )

@@ -94,11 +94,8 @@ async def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
     opens, num_thoughts, undo, schedule, autojump_clock
 ):
     script, prompt = writing(opens, num_thoughts), PLAIN if opens else BEGUN
-    asked = [
-        {"thinking_budget": budget, "lookahead": lookahead, "max_tokens": 22}
-        for budget, lookahead in itertools.product((0, 1, 6, 14), (0, 3, "auto"))
-    ]
-
+    budgets = itertools.product((0, 1, 6, 14), (0, 3, "auto"))
+    asked = [{"thinking_budget": budget, "lookahead": lookahead, "max_tokens": 22} for budget, lookahead in budgets]
     models = ScriptedModel(script, undo=undo), ScriptedModel(writing(opens, num_thoughts, 0.8))
     price = random_price(schedule)
     async with simulated(*models, tokenizer=LETTERS, price=price, schedule=schedule) as simulation:
@@ -198,9 +195,8 @@ def test_samples_follow_the_target_before_the_budget_and_after_the_tag(prompt, b
         models = [ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, DRAFT)]
         async with simulated(*models, tokenizer=FourTokens(), price=random_price(lookahead)) as simulation:
             asked = {"temperature": 1.0, "acceptance": "rejection", "lookahead": lookahead, "max_tokens": 4}
-            return await texts(
-                simulation, prompt, [{**asked, "thinking_budget": budget, "seed": n} for n in range(300)]
-            )
+            seeded = [{**asked, "thinking_budget": budget, "seed": n} for n in range(300)]
+            return await texts(simulation, prompt, seeded)
 
     sampled = Counter(map(tuple, run(main)))
     assert p_value(sampled, law(prompt, budget, 4)) > SIGNIFICANCE
@@ -231,14 +227,10 @@ def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(promp
         dice = random.Random(seed)
         # Likelier than the others are the two tags: after each other, or after themselves.
         table, other = ([[dice.random() + (token in (1, 3)) for token in range(4)] for _ in range(4)] for _ in range(2))
-        models: dict[str | None, Any] = {
-            None: None,
-            "ngram": "ngram",
-            "same": ScriptedModel(markov(table), vocab_size=4),
-            "other": ScriptedModel(markov(other), vocab_size=4),
-        }
+        drafts: dict[Any, Any] = {None: None, "ngram": "ngram"}
+        drafts |= {name: ScriptedModel(markov(x), vocab_size=4) for name, x in (("same", table), ("other", other))}
 
-        async def main(table: Any = table, draft: Any = models[drafter], seed: int = seed) -> list[list[int]]:
+        async def main(table: Any = table, draft: Any = drafts[drafter], seed: int = seed) -> list[list[int]]:
             target = ScriptedModel(markov(table), vocab_size=4)
             async with simulated(target, draft, tokenizer=FourTokens(), price=random_price(seed)) as simulation:
                 alone = await texts(simulation, prompt, asked[:1])
@@ -257,7 +249,6 @@ async def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chose
     opens, lookahead, num_read, schedule, autojump_clock
 ):
     script, prompt = writing(opens, None), PLAIN if opens else BEGUN
-
     models = ScriptedModel(script), ScriptedModel(writing(opens, None, 0.8))
     async with simulated(*models, tokenizer=LETTERS, price=random_price(schedule)) as simulation:
         stream = simulation.runtime.stream(prompt, lookahead=lookahead, max_tokens=60)
@@ -274,7 +265,6 @@ async def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chose
 
 async def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_alone(autojump_clock):
     script = writing(False, None)
-
     async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
         plain = simulation.runtime.stream(BEGUN, max_tokens=40)
         ended = simulation.runtime.stream(BEGUN, max_tokens=40)
@@ -296,7 +286,6 @@ async def test_a_model_without_reasoning_is_not_changed(tokenizer, autojump_cloc
 
 async def test_reasoning_that_is_over_is_not_closed_again(autojump_clock):
     script = writing(False, 4)
-
     async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
         stream = simulation.runtime.stream(BEGUN, max_tokens=30)
         text = [(await stream.__anext__()).id for _ in range(12)]
@@ -427,29 +416,15 @@ def test_drafted_tokens_are_judged_up_to_the_place_where_the_reasoning_that_they
     assert num_cut > 5 or budget == 50
 
 
-WHO = {
-    "type": "function",
-    "function": {
-        "name": "look_up_someone",
-        "parameters": {
-            "type": "object",
-            "properties": {"first_name": {"enum": ["Anna", "Bob"]}, "second_name": {"enum": ["Xenon", "Yak"]}},
-            "required": ["first_name", "second_name"],
-        },
-    },
-}
+NAMES = {"first_name": {"enum": ["Anna", "Bob"]}, "second_name": {"enum": ["Xenon", "Yak"]}}
+PARAMETERS = {"type": "object", "properties": NAMES, "required": [*NAMES]}
+WHO = {"type": "function", "function": {"name": "look_up_someone", "parameters": PARAMETERS}}
 ANSWER = '{"name": "look_up_someone", "arguments": {"first_name": "Bob", "second_name": "Xenon"}}'
 
 
 @sweep(
     ("begin", "budget", "acceptance"),
-    [
-        *(
-            ("<think>Hm, who", budget, acceptance)
-            for budget, acceptance in [(0, "greedy"), (2, "match"), (20, "rejection")]
-        ),
-        ("", 2, "greedy"),
-    ],
+    [*(("<think>Hm, who", *each) for each in [(0, "greedy"), (2, "match"), (20, "rejection")]), ("", 2, "greedy")],
 )
 async def test_what_the_grammar_of_a_call_forces_is_drafted_behind_reasoning_of_any_budget(begin, budget, acceptance):
     tokenizer = chat_models.calling_tokenizer()

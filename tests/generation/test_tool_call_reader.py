@@ -267,11 +267,9 @@ def test_a_long_call_in_small_pieces_is_read_as_it_was_written(name):
 @sweep(
     ("parsed", "calls"),
     [
-        ({"name": "multiply", "arguments": {"a": 1}}, [("multiply", {"a": 1})]),
-        ({"name": "multiply", "arguments": '{"a": 1}'}, [("multiply", {"a": 1})]),
+        *(({"name": "multiply", "arguments": a}, [("multiply", {"a": 1})]) for a in ({"a": 1}, '{"a": 1}')),
         ([{"name": "multiply", "arguments": {}}] * 2, [("multiply", {})] * 2),
-        ({"name": "divide", "arguments": {}}, []),  # no tool
-        ([], []),
+        *[([], []), ({"name": "divide", "arguments": {}}, [])],  # no tool
         ([{"name": "multiply", "arguments": "no object"}, {"name": "multiply", "arguments": {}}], []),
         ({"name": "multiply", "arguments": {"a": float("nan")}}, []),
     ],

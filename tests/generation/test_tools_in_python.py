@@ -13,6 +13,7 @@ import pytest
 import trio
 from chat_models import calling_pair, calling_tokenizer, says
 from faces import all_of, got, next_of, on_every_face, within
+from schemas import closed_object
 from sweeps import sweep
 
 import runtime
@@ -77,8 +78,7 @@ async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_tol
 
 @sweep("lookahead", [0, 4])
 async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead):
-    city = {"enum": ["Oslo", "Lisbon"]}
-    schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    schema = closed_object(city={"enum": ["Oslo", "Lisbon"]})
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     async with runtime.open(*calling_pair()) as rt:
         # Reasoning is free, and this model would never end it.

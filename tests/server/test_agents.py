@@ -168,11 +168,8 @@ async def test_the_input_of_an_earlier_call_may_be_anything(server, given, argum
 @sweep(
     ("given", "content"),
     [
-        ({"a": [1, None]}, '{"a": [1, null]}'),
-        (["x", "é"], '["x", "é"]'),
-        ([{"text": "x"}], '[{"text": "x"}]'),
-        (5, "5"),
-        (None, ""),
+        *[({"a": [1, None]}, '{"a": [1, null]}'), (["x", "é"], '["x", "é"]'), ([{"text": "x"}], '[{"text": "x"}]')],
+        *[(5, "5"), (None, "")],
     ],
 )
 async def test_the_result_of_a_tool_may_be_any_json(server, given, content):
@@ -233,12 +230,9 @@ def namespace(name: str, *tools: Any) -> dict[str, Any]:
     return {"type": "namespace", "name": name, "description": "d", "tools": list(tools)}
 
 
-PATCH = {
-    "type": "custom",
-    "name": "apply_patch",
-    "description": "edit files",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
-}
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "edit files", "format": LARK}
+EXECUTES_LS = {"type": "exec", "env": {}, "command": ["ls"]}
 # openai/codex #33263, jundot/omlx #3371, llama.cpp #23229
 SERVERS = [namespace("mcp__docs__", function("search")), namespace("mcp__web", function("search")), function("search")]
 
@@ -255,10 +249,7 @@ def calls(name: str, arguments: str = "{}") -> str:
         (calls("search"), {"type": "function_call", "name": "search"}),
         (calls("apply_patch", '{"input": "a b"}'), {"type": "custom_tool_call", "name": "apply_patch", "input": "a b"}),
         (calls("apply_patch", '{"diff": "a"}'), {"type": "custom_tool_call", "input": '{"diff": "a"}'}),
-        (
-            calls("local_shell", '{"command": ["ls"]}'),
-            {"type": "local_shell_call", "action": {"type": "exec", "env": {}, "command": ["ls"]}},
-        ),
+        (calls("local_shell", '{"command": ["ls"]}'), {"type": "local_shell_call", "action": EXECUTES_LS}),
         (calls("local_shell", '{"command": "ls"}'), {"type": "message"}),
     ],
 )
@@ -288,19 +279,15 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says, 
 
 
 def test_names_of_functions_are_unique_and_fit_for_any_namespaces():
-    tools = [
-        *(namespace(f"my server{mark}", function("x")) for mark in "!?"),
-        function("a__b"),
-        namespace("a", function("b")),
-        namespace("n" * 200, function("y"), function("z")),
-    ]
+    mine = [namespace(f"my server{mark}", function("x")) for mark in "!?"]
+    others = [namespace("a", function("b")), namespace("n" * 200, function("y"), function("z"))]
+    tools = [*mine, function("a__b"), *others]
     request = ResponsesRequest.model_validate({"input": "a", "tools": tools})
     offered = OfferedTools.of(request.tools or ())
     assert list(offered.by_name)[:4] == ["my_server___x", "my_server___x_2", "a__b", "a__b_2"]
     assert [tool.name for tool in offered.by_name.values()] == ["x", "x", "a__b", "b", "y", "z"]
     assert max(map(len, offered.by_name)) <= 128
-    assert offered.name_of("b", "a") == "a__b_2"
-    assert offered.name_of("gone", "old") == "old__gone"
+    assert (offered.name_of("b", "a"), offered.name_of("gone", "old")) == ("a__b_2", "old__gone")
 
 
 # The tools, the choice, what the answer's header names, and the beginning of an error.
@@ -338,12 +325,8 @@ async def test_a_tool_that_is_left_out_is_named_and_its_call_is_not_forgotten(se
 
 @on_calling_server(calls("bash", '{"command": "ls"}'))
 async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(server):
-    types = {
-        "bash_20250124": "bash",
-        "text_editor_20250728": "edit",
-        "text_editor_20241022": "old",
-        "memory_20250818": "m",
-    }
+    types = {"bash_20250124": "bash", "text_editor_20250728": "edit"}
+    types |= {"text_editor_20241022": "old", "memory_20250818": "m"}
     tools = [{"type": kind, "name": name} for kind, name in types.items()]
     answer = await server.ask(MESSAGES, {"messages": [USER], "tools": tools, "max_tokens": 300})
     assert (answer.json["content"][0]["name"], answer.json["content"][0]["input"]) == ("bash", {"command": "ls"})
@@ -393,13 +376,9 @@ def encoded(encoding: str) -> dict[str, str]:
         ("deflate", zlib.compress(RAW), 200),
         ("deflate", BARE.compress(RAW) + BARE.flush(), 200),
         ("identity", RAW, 200),
-        ("gzip", gzip.compress(RAW + b" " * 200_000), 413),
-        ("deflate", zlib.compress(bytes(10**7)), 413),
-        ("gzip", gzip.compress(RAW)[:-9], 400),
-        ("gzip", RAW, 400),
-        ("deflate", b"", 400),
-        ("zstd", RAW, 415),
-        ("br", RAW, 415),
+        *[("gzip", gzip.compress(RAW + b" " * 200_000), 413), ("deflate", zlib.compress(bytes(10**7)), 413)],
+        *[("gzip", gzip.compress(RAW)[:-9], 400), ("gzip", RAW, 400), ("deflate", b"", 400)],
+        *[("zstd", RAW, 415), ("br", RAW, 415)],
         ("gzip, gzip", gzip.compress(gzip.compress(RAW)), 415),
     ],
 )

@@ -36,20 +36,16 @@ FIRST = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_ca
 SECOND = '<tool_call>{"name": "search", "arguments": {"query": "a } b", "tags": []}}</tool_call>'
 BROKEN = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": }}</tool_call>'
 
+SIX = ("multiply", {"a": 2, "b": 3})
 STATISTICS = Counts(prompt_tokens=7, cached_tokens=2, generated_tokens=5).snapshot(estimates=Estimates(*[0.0] * 7))
 
 # What the model writes, whether it ends by itself, and the text and the calls in it.
 CASES = {
-    "a call": (FIRST, True, "", [("multiply", {"a": 2, "b": 3})]),
-    "text and calls": (
-        f"Yes.\n{FIRST}\n{SECOND}",
-        True,
-        "Yes.",
-        [("multiply", {"a": 2, "b": 3}), ("search", {"query": "a } b", "tags": []})],
-    ),
-    "a malformed call": (f"So: {BROKEN} or {FIRST}", True, f"So: {BROKEN} or", [("multiply", {"a": 2, "b": 3})]),
+    "a call": (FIRST, True, "", [SIX]),
+    "text and calls": (f"Yes.\n{FIRST}\n{SECOND}", True, "Yes.", [SIX, ("search", {"query": "a } b", "tags": []})]),
+    "a malformed call": (f"So: {BROKEN} or {FIRST}", True, f"So: {BROKEN} or", [SIX]),
     "a call that is cut off": (FIRST[:60], False, "", []),
-    "a call and one that is cut off": (f"{FIRST}{SECOND[:60]}", False, "", [("multiply", {"a": 2, "b": 3})]),
+    "a call and one that is cut off": (f"{FIRST}{SECOND[:60]}", False, "", [SIX]),
     "no call": ("Nothing.", True, "Nothing.", []),
 }
 
@@ -153,8 +149,7 @@ def test_calls_are_items_of_a_response(case, size):
         items = [item for item in each["output"] if item["type"] == "function_call"]
         if not is_complete:
             cut = items.pop()
-            assert cut["status"] == "incomplete"
-            assert cut["arguments"] == text[text.rindex("{") :]
+            assert (cut["status"], cut["arguments"]) == ("incomplete", text[text.rindex("{") :])
         assert all(item["status"] == "completed" for item in items)
         assert [(item["name"], json.loads(item["arguments"])) for item in items] == calls
         assert [item["call_id"] for item in items] == list(dict.fromkeys(item["call_id"] for item in items))
@@ -163,9 +158,8 @@ def test_calls_are_items_of_a_response(case, size):
         kept = store.get(each["id"])
         messages = json.loads(kept.messages)
         assert messages[0] == {"role": "user", "content": "a"}
-        assert [call["id"] for message in messages[1:] for call in message.get("tool_calls", ())] == [
-            item["call_id"] for item in items
-        ]
+        stored = [call["id"] for message in messages[1:] for call in message.get("tool_calls", ())]
+        assert stored == [item["call_id"] for item in items]
 
 
 # --- with a server ---------------------------------------------------------------------------------
@@ -211,6 +205,11 @@ async def test_a_message_calls_a_tool_and_takes_its_result(server):
     result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
     more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
     assert (await server.ask(MESSAGES, {**asked, "messages": [USER, *more], "max_tokens": 4})).status == 200
+    assert_called_and_returned(server, id)
+
+
+def assert_called_and_returned(server: Served, id: str) -> None:
+    """Assert that the template was given a call of this id last, and its result."""
     *_, called, returned = server.tokenizer.seen[-1]
     assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
     assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
@@ -231,20 +230,14 @@ async def test_a_response_calls_a_function_and_takes_its_output(server):
     more = {"input": [output], "previous_response_id": response["id"]}
     for body in (more, {"input": [USER, *response["output"], output]}):
         assert (await server.ask(RESPONSES, {**asked, **body, "max_output_tokens": 4})).status == 200
-        *_, called, returned = server.tokenizer.seen[-1]
-        assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
-        assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
-
-
-def tools_of(request: GenerationRequest) -> Any:
-    return request.chat.tools
+        assert_called_and_returned(server, id)
 
 
 def chat_tools(*names: str, **fields: Any) -> Any:
     """The tools of a chat with some functions."""
     tools = [function_of(name=name, parameters={"type": "object"} if len(names) == 1 else None) for name in names]
     body = {"messages": [USER], "tools": tools, **fields}
-    return tools_of(parse_request(ChatRequest, json.dumps(body).encode()).generation())
+    return parse_request(ChatRequest, json.dumps(body).encode()).generation().chat.tools
 
 
 @sweep(
@@ -260,7 +253,12 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice, wanted, is_paralle
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     body = {"messages": [USER], "max_tokens": 8, "tools": tools, "tool_choice": choice}
     request = parse_request(MessagesRequest, json.dumps(body).encode()).generation()
-    assert tools_of(request) == chat_tools("f", tool_choice=wanted, parallel_tool_calls=is_parallel)
+    assert request.chat.tools == chat_tools("f", tool_choice=wanted, parallel_tool_calls=is_parallel)
+
+
+ALLOWED = {"type": "allowed_tools", "mode": "required"}
+TOLD_IN_A_CHAT = {"mode": "required", "tools": [function_of(name="g")]}
+ALLOWED_IN_A_CHAT = {"type": "allowed_tools", "allowed_tools": TOLD_IN_A_CHAT}
 
 
 @sweep(
@@ -268,16 +266,13 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice, wanted, is_paralle
     [
         ("required", "required"),
         ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
-        (
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
-            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function_of(name="g")]}},
-        ),
+        ({**ALLOWED, "tools": [{"type": "function", "name": "g"}]}, ALLOWED_IN_A_CHAT),
     ],
 )
 def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice, wanted):
     body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
     request = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).generation
-    assert tools_of(request) == chat_tools("f", "g", tool_choice=wanted)
+    assert request.chat.tools == chat_tools("f", "g", tool_choice=wanted)
 
 
 # --- what is special of chats ---------------------------------------------------------------------
@@ -286,12 +281,9 @@ def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice, wanted):
 @on_calling_server(OSLO)
 async def test_arguments_are_streamed_while_they_are_written(server):
     streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
-    deltas = [
-        call["function"]["arguments"]
-        for event in streamed.events
-        for choice in event["choices"]
-        for call in choice["delta"].get("tool_calls", ())
-    ]
+    choices = [choice for event in streamed.events for choice in event["choices"]]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    deltas = [call["function"]["arguments"] for call in calls]
     assert "".join(deltas) == '{"city": "oslo"}'
     assert len(deltas) > 4
 
@@ -325,27 +317,21 @@ async def test_without_tools_nothing_is_told_apart(server, body):
 
 
 def test_calls_and_results_of_the_past_reach_the_template():
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "oslo"}'}}
+    def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
     messages = [
         USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call_of("c1", "weather", '{"city": "oslo"}')]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
         {"role": "assistant", "content": "", "function_call": {"name": "clock", "arguments": "{}"}},
         {"role": "function", "name": "clock", "content": [{"type": "text", "text": "noon"}]},
     ]
     seen = [
         USER,
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "oslo"}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call_of("c1", "weather", {"city": "oslo"})]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "clock", "arguments": {}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call_of("call_0", "clock", {})]},
         {"role": "tool", "content": "noon", "tool_call_id": "call_0", "name": "clock"},
     ]
 
@@ -394,8 +380,7 @@ async def test_a_model_without_calls_cannot_be_made_to_call_tools(server):
 @on_calling_server(f"<t>hm</t> {OSLO}", thinks=True)
 async def test_the_reasoning_before_a_call_is_reasoning(server):
     message = (await server.ask(CHAT, ASKED)).json["choices"][0]["message"]
-    assert message["reasoning_content"] == "hm"
-    assert (message["content"], len(message["tool_calls"])) == (None, 1)
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("hm", None, 1)
 
 
 @STREAMED

@@ -262,8 +262,7 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer
         assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
         named = {*sorted(expected)[-2:], expected[whole[end]]}
         assert sorted(top.values()) == pytest.approx(sorted(named), abs=1e-4)
-    assert answer["usage"]["prompt_tokens"] == len(ids)
-    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(ids), max_tokens)
     assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
 
 
@@ -324,8 +323,7 @@ LLAMA, GLM = ["<s>", " Hello", " world", "!"], ["[gMASK]", "<sop>", "Hello", " w
 @sweep(
     ("pieces", "prompt", "offsets"),
     [
-        (LLAMA, "Hello world!", [0, 0, 5, 11]),
-        (LLAMA, "<s>Hello world!", [0, 3, 8, 14]),
+        *[(LLAMA, "Hello world!", [0, 0, 5, 11]), (LLAMA, "<s>Hello world!", [0, 3, 8, 14])],
         (LLAMA, None, [0, 3, 9, 15]),
         (GLM, "Hello world", [0, 0, 0, 5]),
     ],
@@ -477,9 +475,10 @@ async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server):
     assert texts(await asked(server, FIM, {**body, "ignore_eos": True, "stop_tokens": [stop]})) == [""]
 
 
-@on_server(
-    always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [Letters.ALPHABET.index("x")]}
-)
+STOPS_AT_X = {"stop_tokens": [Letters.ALPHABET.index("x")]}
+
+
+@on_server(always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings=STOPS_AT_X)
 async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]

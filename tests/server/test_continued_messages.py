@@ -10,6 +10,8 @@ HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 BEGUN: dict[str, Any] = {"role": "assistant", "content": "well, yes"}
 CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLING: dict[str, Any] = {**BEGUN, "tool_calls": [CALL]}
+GOES_ON, NO_PROMPT = {"continue_final_message": True}, {"add_generation_prompt": False}
+PARTS = [{"type": "text", "text": "well, yes"}]
 CONTINUED, ANSWERED = "user:hello.assistant:well, yes", "user:hello.assistant:well, yes.assistant:"
 
 
@@ -36,21 +38,16 @@ async def test_the_answer_goes_on_where_the_message_ends(server, path, stream):
 @sweep(
     ("last", "fields", "prompt"),
     [
-        (BEGUN, {}, CONTINUED),
-        (BEGUN, {"continue_final_message": True}, CONTINUED),
-        (BEGUN, {"continue_final_message": True, "add_generation_prompt": False}, CONTINUED),
-        (BEGUN, {"add_generation_prompt": False}, CONTINUED),
-        ({**BEGUN, "content": [{"type": "text", "text": "well, yes"}]}, {}, CONTINUED),
-        ({**BEGUN, "prefix": True}, {}, CONTINUED),
+        *((BEGUN, fields, CONTINUED) for fields in ({}, GOES_ON, {**GOES_ON, **NO_PROMPT}, NO_PROMPT)),
+        *(({**BEGUN, **more}, {}, CONTINUED) for more in ({"content": PARTS}, {"prefix": True})),
         ({**BEGUN, "content": ""}, {}, "user:hello.assistant:"),
         # As it is with vLLM, and as llama.cpp does where it is told to.
-        (BEGUN, {"continue_final_message": False}, ANSWERED),
-        (BEGUN, {"add_generation_prompt": True}, ANSWERED),
-        (BEGUN, {"continue_final_message": False, "add_generation_prompt": False}, CONTINUED + "."),
+        *((BEGUN, fields, ANSWERED) for fields in ({"continue_final_message": False}, {"add_generation_prompt": True})),
+        (BEGUN, {"continue_final_message": False, **NO_PROMPT}, CONTINUED + "."),
         # A call is complete.
         (CALLING, {}, ANSWERED),
         (HELLO, {}, "user:hello.user:hello.assistant:"),
-        (HELLO, {"add_generation_prompt": False}, "user:hello.user:hello."),
+        (HELLO, NO_PROMPT, "user:hello.user:hello."),
     ],
 )
 async def test_a_request_says_whether_a_new_message_begins(server, last, fields, prompt):

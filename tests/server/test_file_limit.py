@@ -39,13 +39,11 @@ def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int = 10
 @sweep(
     ("soft", "hard", "most", "requested", "number", "soft_after"),
     [
-        (20_000, 20_000, 10**6, None, 1000, 20_000),
-        (20_000, 20_000, 10**6, 5000, 5000, 20_000),
+        *[(20_000, 20_000, 10**6, None, 1000, 20_000), (20_000, 20_000, 10**6, 5000, 5000, 20_000)],
         (NO_LIMIT, NO_LIMIT, 10**6, 5000, 5000, NO_LIMIT),
         (256, NO_LIMIT, 10**6, None, 1000, 1000 + OTHER_FILES),  # macOS
         (1024, 4096, 10**6, 3000, 3000, 3000 + OTHER_FILES),
-        (256, 1024, 10**6, None, 1024 - OTHER_FILES, 1024),
-        (1024, NO_LIMIT, 1024, None, 1024 - OTHER_FILES, 1024),
+        *((*limits, None, 1024 - OTHER_FILES, 1024) for limits in ((256, 1024, 10**6), (1024, NO_LIMIT, 1024))),
         (64, 64, 10**6, None, 1, 64),
     ],
 )

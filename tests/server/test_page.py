@@ -531,12 +531,11 @@ def test_the_page_shows_the_text_of_the_real_server_opens_its_timeline_and_ends_
     expect(tab["models"]).to_be_visible()
     # On a busy machine, a lookahead of "auto" may leave the drafter out, and nothing of the text would be drafted.
     length = 40
-    tab.page.route(
-        "**/v1/completions",
-        lambda route, request: route.continue_(
-            post_data=json.dumps({**request.post_data_json, "lookahead": 3, "max_tokens": length})
-        ),
-    )
+
+    def ask_for_length(route: Any, request: Any) -> None:
+        route.continue_(post_data=json.dumps({**request.post_data_json, "lookahead": 3, "max_tokens": length}))
+
+    tab.page.route("**/v1/completions", ask_for_length)
     tab.ask(PROMPT)
     tab.expect_state("done")
     assert tab["text"].evaluate("text => text.innerText") == PROMPT + text_of(served, PROMPT, 40)
@@ -566,9 +565,8 @@ def test_the_description_of_the_api_shows_its_operations_and_sends_requests(serv
     ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
     assert ids == [each["operationId"] for methods in described for each in methods.values()]
     page.locator("#complete").evaluate("details => { details.open = true }")
-    expect(page.locator("#complete tr", has=page.locator("td code", has_text=re.compile("^top_p$")))).to_have_text(
-        re.compile("number")
-    )
+    named = page.locator("td code", has_text=re.compile("^top_p$"))
+    expect(page.locator("#complete tr", has=named)).to_have_text(re.compile("number"))
     assert page.evaluate("document.documentElement.scrollWidth") == 320
     output, send = page.locator("#complete pre"), page.locator("#complete button")
     send.click()

@@ -201,8 +201,7 @@ async def test_what_is_wrong_is_named_with_its_bound(server, path, body, param, 
     assert error["type"] == "invalid_request_error"
     assert said in error["message"]
     assert len(error["message"]) < 400
-    assert server.simulation.runtime.num_streams == 0
-    assert server.simulation.target_worker.handed == []
+    assert (server.simulation.runtime.num_streams, server.simulation.target_worker.handed) == (0, [])
 
 
 STRICT: list[tuple[dict[str, Any], str, str]] = [

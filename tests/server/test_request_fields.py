@@ -46,10 +46,8 @@ async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(serv
     whole = (await direct(server, DEF if path == COMPLETIONS else HELLO, max_tokens=30)).text
     stop = whole[11:13]
     token = {"stop": "", "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
-    for more, expected in (
-        ({"stop": stop}, whole[: whole.index(stop)] + stop),
-        (token, whole[: whole.index(whole[11]) + 1]),
-    ):
+    ends = (({"stop": stop}, whole[: whole.index(stop)] + stop), (token, whole[: whole.index(whole[11]) + 1]))
+    for more, expected in ends:
         asked = {**body, "include_stop_str_in_output": True, **more}
         answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
         assert HEADER not in answer.headers
@@ -146,10 +144,8 @@ def test_special_tokens_but_reasoning_marks_are_left_out_on_request():
 
     assert shown(skip_special_tokens=True) == "<think>a</think>b"
     assert shown() == shown(skip_special_tokens=False) == "<think>a</think>b<|user|>"
-    assert (
-        shown(skip_special_tokens=True, tools=[{"type": "function", "function": {"name": "f"}}])
-        == "<think>a</think>b<|user|>"
-    )
+    with_tools = shown(skip_special_tokens=True, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert with_tools == "<think>a</think>b<|user|>"
 
 
 class WithSpecialToken(Letters):
@@ -244,13 +240,8 @@ async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server, path,
 # --- fields that mean nothing here ----------------------------------------------------------------
 
 SAID = {"role": "user", "content": "hello"}
-ASKED: dict[str, dict[str, Any]] = {
-    COMPLETIONS: DEF,
-    CHAT: HELLO,
-    RESPONSES: {"input": "hello"},
-    MESSAGES: HELLO,
-    COUNT_TOKENS: HELLO,
-}
+ASKED: dict[str, dict[str, Any]] = {COMPLETIONS: DEF, CHAT: HELLO, RESPONSES: {"input": "hello"}}
+ASKED |= dict.fromkeys((MESSAGES, COUNT_TOKENS), HELLO)
 
 # What clients of OpenAI, vLLM, llama.cpp and Ollama send, and what is named of it.
 IGNORED: list[tuple[dict[str, Any], str]] = [
@@ -279,6 +270,7 @@ async def test_a_field_that_means_nothing_is_ignored_and_named(server, path, bod
         assert (answer.status, answer.text, answer.headers[HEADER]) == (200, expected.text, named)
 
 
+CACHED = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
 # The same in every API, and within other objects.
 NESTED: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [{**SAID, "x": 1}, {**SAID, "x": 2}]}, "messages.x"),
@@ -288,11 +280,7 @@ NESTED: list[tuple[str, dict[str, Any], str | None]] = [
     (RESPONSES, {"input": [{**SAID, "id": "a", "status": "completed"}], "user": "me", "metadata": {}}, None),
     (MESSAGES, {"container": "a", "metadata": {"user_id": "me"}, "seed": 3}, "container, metadata"),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9, "x": 1}}, "thinking.x"),
-    (
-        COUNT_TOKENS,
-        {"system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "x": 1},
-        "x, system.cache_control",
-    ),
+    (COUNT_TOKENS, {"system": [CACHED], "x": 1}, "x, system.cache_control"),
 ]
 
 

@@ -166,8 +166,7 @@ async def test_log_probabilities_of_a_chat(server, stream):
 @on_server(ScriptedModel(saying("yes", 5)))
 async def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability(server):
     answer = await server.ask(COMPLETIONS, {**DEF, "logprobs": 1})
-    assert answer.text == "yes"
-    assert answer.json["choices"][0]["logprobs"]["tokens"] == ["y", "e", "s"]
+    assert (answer.text, answer.json["choices"][0]["logprobs"]["tokens"]) == ("yes", ["y", "e", "s"])
     assert answer.json["usage"]["completion_tokens"] == 4
     chat = await server.ask(COMPLETIONS, {**DEF, "stop": "es", "logprobs": 1})
     assert (chat.text, chat.json["choices"][0]["finish_reason"]) == ("y", "stop")
@@ -268,8 +267,7 @@ async def test_a_full_house_says_when_to_come_again(server):
         assert (server.simulation.runtime.num_streams, server.simulation.runtime.num_waiting) == (2, 1)
         for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
             refused = await server.ask(path, body)
-            assert refused.status == 429
-            assert refused.fault["type"] == "rate_limit_error"
+            assert (refused.status, refused.fault["type"]) == (429, "rate_limit_error")
             seconds = int(refused.headers["retry-after"])
             assert 1 <= seconds <= 60
             assert "2 requests are being answered and 1 wait" in refused.fault["message"]
@@ -438,8 +436,7 @@ async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(serve
     *chunks, last = answer.events
     assert len(chunks) > 3
     assert set(last) == {"error"}
-    assert last["error"]["type"] == "server_error"
-    assert last["error"]["code"] == "models_unavailable"
+    assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "models_unavailable")
     assert "the target model failed" in last["error"]["message"]
     assert not answer.is_done
     assert answer.is_whole

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import attrs
@@ -58,16 +59,16 @@ def chat(**more: Any) -> bytes:
     return request("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": NUM_TOKENS, **more})
 
 
+PLAIN = {"prompt": PROMPT, "max_tokens": NUM_TOKENS}
+post = partial(request, "POST", "/v1/completions")
 REQUESTS = {
     "a completion": completion(),
     "a streamed completion": completion(stream=True),
     "a chat": chat(),
     "a streamed chat": chat(stream=True, stream_options={"include_usage": True, "include_speculation": True}),
-    "a body in chunks": request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}, chunks=7),
-    "a question before the body": request(
-        "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}, headers={"Expect": "100-continue"}
-    ),
-    "HTTP/1.0": request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}, version="1.0"),
+    "a body in chunks": post(PLAIN, chunks=7),
+    "a question before the body": post(PLAIN, headers={"Expect": "100-continue"}),
+    "HTTP/1.0": post(PLAIN, version="1.0"),
     "two at once": completion(stream=True) + request("GET", "/v1/models"),
     "health": request("GET", "/health"),
 }
@@ -307,9 +308,9 @@ async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body():
 @sweep("behind", [b"\r\n", REQUESTS["health"]])
 @sweep(("version", "headers"), [("1.0", {}), ("1.1", {"Connection": "close"})])
 async def test_what_comes_behind_a_last_request_is_no_error(version, headers, behind, stream):
-    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": stream}
     async with client_of() as (client, _):
-        answer = await told(client, request("POST", "/v1/completions", body, version=version, headers=headers) + behind)
+        asked = post({**PLAIN, "stream": stream}, version=version, headers=headers)
+        answer = await told(client, asked + behind)
         assert (answer.status, answer.text) == (200, true_text())
         assert await client.hear_all() == b""
 
@@ -331,18 +332,11 @@ async def test_garbage_in_a_body_ends_the_request(at):
         assert await client.hear_all() == b""
 
 
-@sweep(
-    "upgrade",
-    [
-        {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"},
-        {
-            "Connection": "Upgrade",
-            "Upgrade": "websocket",
-            "Sec-WebSocket-Version": "13",
-            "Sec-WebSocket-Key": "dGhlIA==",
-        },
-    ],
-)
+HTTP2 = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
+KEY = {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "dGhlIA=="}
+
+
+@sweep("upgrade", [HTTP2, {"Connection": "Upgrade", "Upgrade": "websocket", **KEY}])
 async def test_other_protocols_are_not_changed_to(upgrade):
     async with client_of() as (client, _):
         for _ in range(2):

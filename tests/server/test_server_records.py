@@ -68,19 +68,14 @@ PROXY, OTHER = "10.0.0.1", "10.0.0.2"
     ("peer", "forwarded", "client"),
     [
         (PROXY, [], PROXY),
-        (PROXY, ["192.0.2.7"], "192.0.2.7"),
-        (PROXY, ["192.0.2.7, 10.0.0.2"], "192.0.2.7"),
+        *((PROXY, [one], "192.0.2.7") for one in ("192.0.2.7", "192.0.2.7, 10.0.0.2", "192.0.2.7:5678, 10.0.0.2:80")),
         (PROXY, ["192.0.2.7", OTHER], "192.0.2.7"),
-        (PROXY, ["2001:db8::7"], "2001:db8::7"),
-        (PROXY, ["192.0.2.7:5678, 10.0.0.2:80"], "192.0.2.7"),
-        (PROXY, ["[2001:db8::7]:5678"], "2001:db8::7"),
-        (PROXY, ["[2001:db8::7]"], "2001:db8::7"),
+        *((PROXY, [one], "2001:db8::7") for one in ("2001:db8::7", "[2001:db8::7]:5678", "[2001:db8::7]")),
         (f"::ffff:{PROXY}", ["192.0.2.7"], "192.0.2.7"),
         # What a client has made up, before its address or without a proxy.
         (PROXY, ["127.0.0.1, 192.0.2.7"], "192.0.2.7"),
         ("192.0.2.8", ["127.0.0.1"], "192.0.2.8"),
-        (PROXY, ["192.0.2.7, 'nobody'"], PROXY),
-        (PROXY, [OTHER], OTHER),
+        *[(PROXY, ["192.0.2.7, 'nobody'"], PROXY), (PROXY, [OTHER], OTHER)],
     ],
 )
 def test_a_client_behind_trusted_proxies_has_its_own_address(peer, forwarded, client):
@@ -176,13 +171,9 @@ async def test_figures_add_up(server):
     ]
     found = await figures(server.app)
     assert found["outrider_requests_total", "finished"] == 3
-    for name, of_usage in (
-        ("prompt_tokens", "prompt_tokens"),
-        ("generated_tokens", "completion_tokens"),
-        ("proposed_tokens", "proposed_tokens"),
-        ("accepted_tokens", "accepted_tokens"),
-    ):
-        assert found[f"outrider_{name}_total", MODEL] == sum(usage[of_usage] for usage in usages)
+    for name in ("prompt_tokens", "completion_tokens", "proposed_tokens", "accepted_tokens"):
+        ours = name.replace("completion", "generated")
+        assert found[f"outrider_{ours}_total", MODEL] == sum(usage[name] for usage in usages)
     assert found["outrider_time_to_first_token_seconds_count", MODEL] == 3
     assert found["outrider_answer_seconds_count", MODEL] == 3
     assert found["outrider_streams", MODEL] == found["outrider_waiting", MODEL] == 0
@@ -208,9 +199,8 @@ def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch):
     # Otherwise prices decide, which one server knows better than two.
     monkeypatch.setattr(Prices, "works_ahead", lambda *_: True)
     # No prompt begins as another does: what is cached of earlier ones depends on who had them.
-    asked = [
-        {"prompt": prompt, "max_tokens": 20, "lookahead": 3} for prompt in ("def f", "import g", "x = 2", "while h")
-    ]
+    prompts = ("def f", "import g", "x = 2", "while h")
+    asked = [{"prompt": prompt, "max_tokens": 20, "lookahead": 3} for prompt in prompts]
     # Memory is the process's; a model is there and well once a server. What ends in "created" is a time.
     of_each_server = ("outrider_model_loaded", "outrider_healthy", "outrider_model_loads_total")
     of_the_process = ("process_", "outrider_memory_bytes", "outrider_peak_memory_bytes")
@@ -224,11 +214,8 @@ def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch):
             found.update(await figures(server.app))
 
         simulated_server(test, *models())
-        return {
-            key: n
-            for key, n in found.items()
-            if not key[0].startswith(of_the_process) and not key[0].endswith("_created")
-        }
+        kept = [key for key in found if not key[0].startswith(of_the_process) and not key[0].endswith("_created")]
+        return {key: found[key] for key in kept}
 
     first, second, one = (figures_after(requests) for requests in (asked[:1], asked[1:], asked))
     assert first.keys() == second.keys() == one.keys()
@@ -264,8 +251,7 @@ async def test_who_watches_hears_of_every_token_and_of_each_span_once(server):
         grown = [each[name] for each in statistics]
         assert grown == sorted(grown)
     end = seen[0][1].statistics()
-    assert statistics[-1]["generated_tokens"] == 12
-    assert statistics[-1]["accepted"] == end.accepted
+    assert (statistics[-1]["generated_tokens"], statistics[-1]["accepted"]) == (12, end.accepted)
     assert statistics[0]["time_to_first_token"] is None
     assert statistics[-1]["time_to_first_token"] > 0
     spans = [json.dumps(span) for part in told for span in part["spans"]]

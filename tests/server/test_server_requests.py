@@ -114,8 +114,7 @@ async def test_log_probabilities_and_the_newer_name_for_a_length(server, path, b
 async def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(server, prompt):
     expected = await direct(server, DEF, max_tokens=9)
     answer = await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 9})
-    assert answer.text == expected.text
-    assert answer.json["usage"]["prompt_tokens"] == 5
+    assert (answer.text, answer.json["usage"]["prompt_tokens"]) == (expected.text, 5)
 
 
 @on_server()
@@ -204,8 +203,7 @@ async def test_a_body_must_come_in_time(server):
         answer.give(b'{"prompt"', more=True)
         await trio.sleep(20)
         answer.give(b': "a"', more=True)
-    assert answer.status == 408
-    assert answer.over_at == began + 30
+    assert (answer.status, answer.over_at) == (408, began + 30)
     assert "within 30 s" in answer.fault["message"]
 
 
@@ -307,8 +305,7 @@ def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting(
         by_time = [(answer.over_at - began, answer.status) for answer in answers]
         assert by_time == [(10, 400), (10, 400), (12, 429), (20, 400), (20, 400)]
         assert "was not compiled within 10 s; simplify it" in answers[0].fault["message"]
-        assert answers[0].fault["param"] == "response_format"
-        assert answers[2].headers["retry-after"] == "10"
+        assert (answers[0].fault["param"], answers[2].headers["retry-after"]) == ("response_format", "10")
         assert answers[2].fault["message"].endswith("has waited 10 s for its turn; try again in 10 s")
         assert check.num_at_once == 0
 

@@ -217,12 +217,9 @@ async def test_tools_that_cost_too_much_together_are_loose_at_once_from_then_on(
     check = Together()
     made = schemas(check)
     tools = {"f": PLAIN, "g": {"type": "integer", "minimum": 7}}
-    asked = []
     for _ in range(3):
-        calls = Calls(made, tools)
-        await calls.ask()
-        asked.append(len(check.asked))
-    assert asked == [4, 4, 4]
+        await Calls(made, tools).ask()
+        assert len(check.asked) == 4
 
 
 # --- the process ----------------------------------------------------------------------------------
