@@ -98,6 +98,9 @@ def test_a_last_line_without_its_line_break_is_kept(endless, tmp_path, capfd):
     assert len(answers_in(out)) == 2
 
 
+NO_ANSWER = "its line 1 is not an answer; give another file"
+
+
 @sweep(
     ("lines", "answers", "complaint"),
     [
@@ -105,7 +108,7 @@ def test_a_last_line_without_its_line_break_is_kept(endless, tmp_path, capfd):
         ([], None, "has no prompts; give one a line"),
         ([{"id": "a", "prompt": "w"}] * 2, None, 'two lines with {"id": "a"}'),
         ([{"id": 2, "prompt": "w"}, {"prompt": "w"}], None, 'two lines with {"id": 2}'),
-        *(([{"prompt": "w"}], odd, "its line 1 is not an answer; give") for odd in ("notes of mine", '{"id": 1}\n')),
+        *(([{"prompt": "w"}], odd, NO_ANSWER) for odd in ("notes of mine", '{"id": 1}\n')),
         ([{"prompt": "w"}], '{"id": 7, "text": ""}\n', 'has an answer to {"id": 7}, which is not in'),
     ],
 )
