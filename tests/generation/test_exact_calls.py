@@ -160,6 +160,14 @@ def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.Dat
         assert call in wanted
 
 
+@sweep("format", ["glm47", "longcat"])
+def test_a_value_in_which_another_call_seems_to_begin_does_not_end_the_call(format):
+    layout = call_format(format).layout
+    begin = layout.key.replace("{key}", "path")
+    call = ("write", {"path": "", "content": f"{layout.value_end}ls{begin}".replace("\0", "")})
+    assert all(each == call for each in calls_in(read(format, written(format, call))))
+
+
 # --- types --------------------------------------------------------------------------------------------
 
 NULLABLE = {

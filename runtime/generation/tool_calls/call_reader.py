@@ -261,6 +261,8 @@ class CallReader:
 
     def _next_head(self, layout: CallLayout) -> Steps[ParsedCall | None]:
         """Pass the head of another call of the block, if it comes next."""
+        if layout.between_calls is None and layout.values == "text" and not layout.opening:
+            return None  # a value may hold its own end marker, and a tool's name after it
         yield from self._text.space()
         between = (layout.between_calls or "").strip()
         if not (yield from self._text.accept(between)):
