@@ -383,9 +383,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "outrider"]
 
 
-async def test_unknown_cache_classes_are_fed_one_token_at_a_time(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_unknown_cache_classes_are_fed_one_token_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
     model, prompt = Unknown(CleverKVCache), prompt_of(5)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         async with runtime.open((model, None), (llama(), None)) as rt:

@@ -445,10 +445,7 @@ def test_a_draw_from_few_tokens_comes_with_the_probabilities_of_the_likeliest(mo
     assert choice.probs.values.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-@sweep(
-    "settings, may_be_cut",
-    [({}, True), (SEEDED, True), ({"temperature": 1.0, "acceptance": "rejection"}, False)],
-)
+@sweep("settings, may_be_cut", [({}, True), (SEEDED, True), ({"temperature": 1.0, "acceptance": "rejection"}, False)])
 async def test_where_tokens_are_drawn_no_proposal_is_cut_for_what_was_drafted_after_them(
     settings: dict[str, Any], may_be_cut: bool, autojump_clock: Any
 ) -> None:

@@ -26,13 +26,7 @@ from scripted import (
 from sweeps import sweep
 
 import runtime
-from protocol.errors import (
-    ProtocolError,
-    RewindError,
-    RuntimeBrokenError,
-    RuntimeClosedError,
-    StreamFailedError,
-)
+from protocol.errors import ProtocolError, RewindError, RuntimeBrokenError, RuntimeClosedError, StreamFailedError
 from protocol.lookahead_policy import ChainPolicy
 from protocol.messages import Message, Proposal, Verdict
 
@@ -67,11 +61,7 @@ async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12
 
 @sweep(
     "lookahead, price",
-    [
-        (1, "quick drafter"),
-        (5, "slow drafter"),
-        pytest.param("auto", "quick drafter", marks=pytest.mark.slow),
-    ],
+    [(1, "quick drafter"), (5, "slow drafter"), pytest.param("auto", "quick drafter", marks=pytest.mark.slow)],
 )
 def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: str) -> None:
     # A slow drafter rests once its price is known, and is then fed rarely.
@@ -168,10 +158,7 @@ def test_a_failing_target_ends_every_stream_after_what_was_committed(
                 assert isinstance(again.value.__cause__, ScriptedFailure)
 
         models = target, drafter() if with_drafter else None
-        async with (
-            simulated(*models, price=PRICES[price], schedule=n) as simulation,
-            trio.open_nursery() as nursery,
-        ):
+        async with simulated(*models, price=PRICES[price], schedule=n) as simulation, trio.open_nursery() as nursery:
             for session in range(num_streams):
                 nursery.start_soon(one, simulation, session)
                 await trio.testing.wait_all_tasks_blocked()
@@ -181,9 +168,7 @@ def test_a_failing_target_ends_every_stream_after_what_was_committed(
         run(fail_at, n)
 
 
-async def test_a_slow_consumer_gets_every_committed_token_when_the_target_fails(
-    autojump_clock: Any,
-) -> None:
+async def test_a_slow_consumer_gets_every_committed_token_when_the_target_fails(autojump_clock: Any) -> None:
     # Another session's feed fails while this one's buffer is full and a round waits to enter it.
     target = ScriptedModel(truthful, fails={"feed": from_now_on(60)})
     async with simulated(target, drafter()) as simulation:
@@ -414,10 +399,7 @@ FORGED: Sequence[Message] = [
 ]
 
 
-@sweep(
-    "to, forged",
-    [*(("draft", each) for each in FORGED[:3]), *(("target", each) for each in FORGED[1:])],
-)
+@sweep("to, forged", [*(("draft", each) for each in FORGED[:3]), *(("target", each) for each in FORGED[1:])])
 async def test_a_misplaced_message_ends_at_most_its_own_session(to: str, forged: Message, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         target, draft = simulation.runtime._target, simulation.runtime._draft

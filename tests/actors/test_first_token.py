@@ -33,10 +33,7 @@ def pair(kind: str, **target: Any) -> tuple[ScriptedModel, ScriptedModel | None]
 
 
 @sweep("lookahead", [0, 3, "auto"])
-@sweep(
-    "kind, lookahead_of_first",
-    [("none", 0), ("reads features", 0), ("draft model", 3)],
-)
+@sweep("kind, lookahead_of_first", [("none", 0), ("reads features", 0), ("draft model", 3)])
 async def test_the_first_token_takes_a_pass_unless_a_proposal_is_verified_with_it(
     kind: str, lookahead_of_first: int, lookahead: Any, autojump_clock: Any
 ) -> None:

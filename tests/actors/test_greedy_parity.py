@@ -10,18 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from completions import ids
-from models import (
-    VOCAB_SIZE,
-    Padded,
-    Shifted,
-    Wrapped,
-    gemma3_text,
-    greedy,
-    llama,
-    mamba,
-    near,
-    prompt_of,
-)
+from models import VOCAB_SIZE, Padded, Shifted, Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
 
 import runtime

@@ -190,8 +190,7 @@ async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_err
 
 
 @sweep(
-    "is_model, lookahead",
-    [(True, 1), (False, 2), (True, 4), (False, 9), (False, 64), (False, "auto"), (True, "auto")],
+    "is_model, lookahead", [(True, 1), (False, 2), (True, 4), (False, 9), (False, 64), (False, "auto"), (True, "auto")]
 )
 async def test_a_prediction_that_misleads_changes_nothing_of_the_text(
     is_model: bool, lookahead: Any, autojump_clock: Any

@@ -149,9 +149,7 @@ async def test_tokens_that_were_read_together_are_counted_for_their_own_text(aut
         assert simulation.runtime.statistics().prefilled_tokens == sum(found)
 
 
-async def test_the_last_of_many_prompts_is_nearly_as_quick_as_in_a_batch(
-    autojump_clock: Any,
-) -> None:
+async def test_the_last_of_many_prompts_is_nearly_as_quick_as_in_a_batch(autojump_clock: Any) -> None:
     num_prompts, length, token_s, decode_s = 16, 60, 0.00017, 0.012
 
     def price(job: Job[Any]) -> float:

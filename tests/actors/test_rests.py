@@ -183,11 +183,7 @@ ONCE, TWICE, AGAIN = (True, False, False, False), (False, False, True, True, Fal
 @pytest.mark.slow
 @sweep(
     ("build", "rewind", "turns"),
-    [
-        (llama, "none", ONCE),
-        (mamba, "auto", AGAIN),
-        (lambda: gemma3_text(window=16), "auto", TWICE),
-    ],
+    [(llama, "none", ONCE), (mamba, "auto", AGAIN), (lambda: gemma3_text(window=16), "auto", TWICE)],
 )
 async def test_the_greedy_text_goes_on_through_every_rest(
     build: Callable[[], nn.Module], rewind: str, turns: tuple[bool, ...]

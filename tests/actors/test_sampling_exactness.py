@@ -16,16 +16,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import pytest
-from distributions import (
-    DRAFT,
-    PROMPT,
-    SIGNIFICANCE,
-    TARGET,
-    outcomes,
-    p_value,
-    pooled_p_value,
-    random_price,
-)
+from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, outcomes, p_value, pooled_p_value, random_price
 from other_vocabularies import TranslatedScript
 from scripted import RefusingModel, ScriptedModel, always, hashed, ids, markov, never, run, simulated, within
 from sweeps import sweep
@@ -120,11 +111,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02}),
     "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
     "caches that fill": ({"undo": within(5)}, {"undo": within(6)}, {"lookahead": 2}),
-    "a drafter with fewer tokens that cannot rewind": (
-        {},
-        {"table": NARROW_DRAFT, "undo": never},
-        {"lookahead": 2},
-    ),
+    "a drafter with fewer tokens that cannot rewind": ({}, {"table": NARROW_DRAFT, "undo": never}, {"lookahead": 2}),
     "a drafter with more tokens that fails": (
         {},
         {"table": WIDE_DRAFT, "fails": {"feed": range(5, 10**9, 11)}},
@@ -177,8 +164,7 @@ def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("draft", "lookahead", "undo"),
-    [("ngram", 3, never), ("copies", 3, always), ("copies", "auto", always)],
+    ("draft", "lookahead", "undo"), [("ngram", 3, never), ("copies", 3, always), ("copies", "auto", always)]
 )
 def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up_or_copied(
     draft: Any, lookahead: Any, undo: Any, monkeypatch: pytest.MonkeyPatch

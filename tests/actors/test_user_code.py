@@ -231,9 +231,7 @@ async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(cap
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
-async def test_a_processor_that_fails_on_drafted_text_costs_no_token(
-    acceptance: str,
-) -> None:
+async def test_a_processor_that_fails_on_drafted_text_costs_no_token(acceptance: str) -> None:
     good = set(PROMPT + PLAIN)
     bad_texts = 0
 

@@ -125,10 +125,7 @@ async def test_a_generator_of_prompts_may_have_timeouts_and_task_groups_around_i
         for prompts in (in_a_timeout, in_a_scope_of_anyio, in_a_task_group):
             completions = await rt.generate_many(prompts(), max_concurrent=2, max_tokens=4)
             assert [ids(completion) for completion in completions] == [text(4, prompt) for prompt in PROMPTS]
-        for prompts, error in (
-            (in_a_timeout_that_is_over, TimeoutError),
-            (in_a_task_group_that_fails, ExceptionGroup),
-        ):
+        for prompts, error in ((in_a_timeout_that_is_over, TimeoutError), (in_a_task_group_that_fails, ExceptionGroup)):
             for max_concurrent in (1, 3):
                 with pytest.raises(error):
                     await rt.generate_many(prompts(), max_concurrent=max_concurrent, max_tokens=4)

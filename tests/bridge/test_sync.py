@@ -75,11 +75,7 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
             pass
 
     with opened(held, trace=events.append) as rt, released_on_exit(held):
-        acts = (
-            read,
-            lambda rt: rt.generate(PROMPT, **LONG),
-            lambda rt: rt.generate_many([PROMPT] * 3, **LONG),
-        )
+        acts = (read, lambda rt: rt.generate(PROMPT, **LONG), lambda rt: rt.generate_many([PROMPT] * 3, **LONG))
         for act in acts:
             events.clear()
             held.block(after=6, when_blocked=press_ctrl_c)

@@ -140,10 +140,7 @@ def test_files_that_are_slower_than_the_target_are_not_read(
     assert not states.are_kept
 
 
-@sweep(
-    "name, are_kept",
-    [*((name, True) for name in ("llama", "lfm2", "qwen3", "gemma3_text")), ("gemma2", False)],
-)
+@sweep("name, are_kept", [*((name, True) for name in ("llama", "lfm2", "qwen3", "gemma3_text")), ("gemma2", False)])
 def test_states_are_kept_where_norm_and_head_make_the_logits(name: str, are_kept: bool, tmp_path: Path) -> None:
     target = build(name)
     states = HiddenStates(target, LAYERS, files(tmp_path))

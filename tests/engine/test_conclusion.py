@@ -97,10 +97,7 @@ def test_without_a_draft_model_those_that_fit_are_proposed() -> None:
         ("try", "--draft b"),
         ("try", "--draft c"),
         ("try", "--draft ngram, for texts that repeat themselves; needs no model"),
-        (
-            "in short",
-            "this is plain decoding; pass --draft a as well to see what a drafter would gain",
-        ),
+        ("in short", "this is plain decoding; pass --draft a as well to see what a drafter would gain"),
     ]
 
 

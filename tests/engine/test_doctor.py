@@ -246,10 +246,7 @@ async def test_a_model_whose_caches_nothing_is_known_of() -> None:
         (llama, "share passes"),
         (lambda: gemma3_text(window=16), "share passes"),
         (lambda: architectures.build("lfm2"), "share passes"),
-        (
-            mamba,
-            "take turns, a pass for each, because this family's recurrent layers do not tell padding from text",
-        ),
+        (mamba, "take turns, a pass for each, because this family's recurrent layers do not tell padding from text"),
         (
             lambda: architectures.build("deepseek_v41"),
             "take turns, a pass for each, because caches of the kind LayerCache hold one text",

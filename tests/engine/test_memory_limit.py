@@ -348,10 +348,7 @@ async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: A
 async def test_runtimes_of_one_process_share_the_limit(autojump_clock: Any) -> None:
     limit = bytes_of(100, drafted=False)
     models = [ScriptedModel(truthful, bytes_per_token=100) for _ in range(2)]
-    async with (
-        simulated(models[0], memory_limit=limit) as one,
-        simulated(models[1], memory_limit=limit) as other,
-    ):
+    async with simulated(models[0], memory_limit=limit) as one, simulated(models[1], memory_limit=limit) as other:
         await text_of(one, [1] * 50, max_tokens=10, reuse_prefix=True)
         first, second = one.runtime.stream([1], max_tokens=70), other.runtime.stream([2], max_tokens=60)
         assert other.runtime.num_waiting == 1
@@ -391,10 +388,7 @@ async def test_a_stream_that_waits_for_memory_is_not_overtaken_by_those_of_anoth
 ) -> None:
     limit = bytes_of(100, drafted=False)
     models = [ScriptedModel(truthful, bytes_per_token=100) for _ in range(2)]
-    async with (
-        simulated(models[0], memory_limit=limit) as one,
-        simulated(models[1], memory_limit=limit) as other,
-    ):
+    async with simulated(models[0], memory_limit=limit) as one, simulated(models[1], memory_limit=limit) as other:
         first = other.runtime.stream([1], max_tokens=59)
         large = one.runtime.stream([2], max_tokens=79)
         small = other.runtime.stream([3], max_tokens=39)

@@ -112,10 +112,7 @@ def words(*names: str, decoder: Any = None) -> TokenizerWrapper:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "whose"),
-    [
-        (words("a", "b"), demo(), "target"),
-        (demo(), words("a", "b", decoder=decoders.WordPiece()), "draft model"),
-    ],
+    [(words("a", "b"), demo(), "target"), (demo(), words("a", "b", decoder=decoders.WordPiece()), "draft model")],
 )
 def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused(ours: Any, theirs: Any, whose: str) -> None:
     with pytest.raises(runtime.VocabularyMismatchError) as refusal:

@@ -99,11 +99,7 @@ def test_frequencies_of_llama_3_come_from_the_file(tmp_path: Path) -> None:
         ("gemma3_text", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {"type": "linear", "factor": 8.0}),
         (
             "qwen2",
-            {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": 4.0,
-                "rope.scaling.original_context_length": 128,
-            },
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
             {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         ),
         ("qwen2", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),

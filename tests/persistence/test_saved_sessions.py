@@ -587,11 +587,7 @@ async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(
 
 @sweep("name", LOADING)
 async def test_a_load_that_waits_for_the_drafter_is_cancelled_at_once(name: str, path: Path, monkeypatch: Any) -> None:
-    async with (
-        LLAMA.open() as rt,
-        hanging(monkeypatch, rt, name) as hang,
-        trio.open_nursery() as nursery,
-    ):
+    async with LLAMA.open() as rt, hanging(monkeypatch, rt, name) as hang, trio.open_nursery() as nursery:
         nursery.start_soon(rt.load, path)
         await hang.has_begun.wait()
         nursery.cancel_scope.cancel()

@@ -45,10 +45,7 @@ PRICE = priced(draft=1.0, verify=4.0)
 
 @asynccontextmanager
 async def opened(
-    draft: Any,
-    *,
-    is_elsewhere: bool = True,
-    listener: Callable[[runtime.Event], None] | None = None,
+    draft: Any, *, is_elsewhere: bool = True, listener: Callable[[runtime.Event], None] | None = None
 ) -> AsyncIterator[tuple[runtime.Runtime, Any]]:
     """A runtime in simulated time, so that two of them draft and verify at the same moments; and the ends of a link."""
     events = Events()

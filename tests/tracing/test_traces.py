@@ -325,10 +325,7 @@ async def after(num_tokens: int, rt: runtime.Runtime, do: Callable[[], object]) 
             do()
 
 
-@sweep(
-    ("strikes", "raises"),
-    [("cancellation", None), ("error", Striking), ("interrupt", KeyboardInterrupt)],
-)
+@sweep(("strikes", "raises"), [("cancellation", None), ("error", Striking), ("interrupt", KeyboardInterrupt)])
 def test_however_a_runtime_is_left_its_trace_is_whole(strikes, raises, tmp_path):
     async def main() -> None:
         def strike() -> None:

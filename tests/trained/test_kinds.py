@@ -12,14 +12,7 @@ import trio
 from architectures import VOCAB_SIZE, build
 from completions import open_and_close
 from distributions import SIGNIFICANCE, pooled_p_value, random_price
-from drafted_runtime import (
-    NUM_TOKENS,
-    PROMPTS,
-    check_greedy,
-    drafted,
-    features_of,
-    fresh_proposals,
-)
+from drafted_runtime import NUM_TOKENS, PROMPTS, check_greedy, drafted, features_of, fresh_proposals
 from models import greedy, prompt_of
 from scripted import ids, run
 from sweeps import sweep
@@ -34,10 +27,7 @@ from actors.trained.features import FeatureRecorder
 SIZE = 48
 
 
-@sweep(
-    "kind",
-    ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp_deep", "gemma4"))],
-)
+@sweep("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp_deep", "gemma4"))])
 async def test_another_drafter_may_take_over_with_texts_that_were_read_without_it(kind: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path / kind)
     other = (write_eagle3 if kind == "medusa" else write_medusa)(tmp_path / "other", target)

@@ -12,18 +12,7 @@ import pytest
 from architectures import build
 from models import gemma3_text, llama, mamba
 from other_vocabularies import TranslatedScript, own_texts
-from scripted import (
-    VOCAB_SIZE,
-    Script,
-    agreeing,
-    always,
-    continuation,
-    ids,
-    never,
-    simulated,
-    truthful,
-    within,
-)
+from scripted import VOCAB_SIZE, Script, agreeing, always, continuation, ids, never, simulated, truthful, within
 from scripted import ScriptedModel as Scripted
 from sweeps import sweep
 
