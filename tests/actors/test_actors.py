@@ -1,7 +1,5 @@
 """Two actors on one text: whatever the drafter says and however far ahead it is, the text is the target's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

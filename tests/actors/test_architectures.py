@@ -1,7 +1,5 @@
 """Every architecture of mlx-lm: its text is plain greedy decoding's in every rewind mode and at every lookahead."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import random

@@ -4,8 +4,6 @@ On CUDA, reading an array that is a view copies its buffer to the host and frees
 step that was launched before, and reads the same buffer, would then read freed memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

@@ -3,8 +3,6 @@
 Other tests rewind and save that of `cache_subjects`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

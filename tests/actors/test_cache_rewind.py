@@ -3,8 +3,6 @@
 On one thread and without a runtime, except where quantised and bounded caches are compared with plain decoding.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

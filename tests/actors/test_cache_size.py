@@ -1,7 +1,5 @@
 """The memory that caches take is never more than what is reserved for them: measured at each pass, for each kind."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

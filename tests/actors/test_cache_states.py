@@ -1,7 +1,5 @@
 """A cache's state, moved into another cache: that one reads on as if nothing had happened. Nothing else fits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The counts are those of a system prompt that agents share: a part that is read again costs them seconds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The length of a context by a model's configuration, as far as mlx-lm applies it."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

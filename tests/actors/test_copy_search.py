@@ -1,7 +1,5 @@
 """The search for copies, compared with an evidently right one, token by token."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """How the models' threads share the cores."""
 
-from __future__ import annotations
-
 import threading
 
 import attrs

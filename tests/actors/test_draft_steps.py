@@ -1,7 +1,5 @@
 """Runs of draft steps: how long they are, what ends them, and that the session state is right whenever they end."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

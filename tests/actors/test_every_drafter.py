@@ -4,8 +4,6 @@ In simulated time, with real models and caches. `tests/trained`, `tests/translat
 some kinds do, and `tests/actors/test_greedy_parity.py` the families of models, on threads.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ If one of these tests fails after an upgrade, a premise has changed. The test na
 now be simpler, or wrong.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ scripts over 16 tokens in simulated time, and every session has a seed, so each 
 theory.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

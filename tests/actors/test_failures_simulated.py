@@ -1,7 +1,5 @@
 """Failures stay where they belong: a drafter's costs speed and no text, a target's ends every stream with its error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

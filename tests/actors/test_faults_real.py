@@ -1,7 +1,5 @@
 """Faults in real models on real threads: what fails, and what must end with it."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Fingerprints of models: equal for the same model however it was loaded, different for other models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

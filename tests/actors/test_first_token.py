@@ -1,7 +1,5 @@
 """The pass that reads the rest of a prompt gives the first token, unless the first round is to verify a proposal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

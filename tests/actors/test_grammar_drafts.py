@@ -4,8 +4,6 @@ The vocabulary has an end token, eight letters and eight pairs of them, so force
 target's distribution under a grammar is known, token by token.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Greedy text equals mlx-lm's plain greedy text, token for token, for every drafter and lookahead."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

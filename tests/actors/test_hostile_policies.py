@@ -5,8 +5,6 @@ it is drawn from. The policies here use that knowledge in extreme ways, and with
 long text shows whether they do harm. Another policy uses what it may not, which shows that the tests would detect it.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Texts of one pass that are judged in one set of array operations: each is judged as it is alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Layer evaluation, held against a scheduler that stalls everybody above ten active tasks, as MLX's does."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processors and filters act on a text as in mlx-lm's plain decoding, for every drafter and lookahead."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

@@ -3,8 +3,6 @@
 Times that are compared with == are made of powers of two.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`draft="ngram"` on real models and threads: mlx-lm's greedy text, and no second thread."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The buffers that MLX keeps for later use are freed without touching the streams of other threads."""
 
-from __future__ import annotations
-
 import threading
 
 import mlx.core as mx

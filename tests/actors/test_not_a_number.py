@@ -1,7 +1,5 @@
 """Logits with NaN or infinity: a target's end that stream with an error, a drafter's cost only speed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 session's.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

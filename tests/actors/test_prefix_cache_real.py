@@ -1,7 +1,5 @@
 """The prefix cache on real models: a text that reuses cached tokens equals the text without a cache."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A scripted sequence knows only the tokens that it was fed. A sequence that was r
 two sessions use at once, shows in the next text or in the comparison with the session state.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

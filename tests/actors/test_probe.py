@@ -1,7 +1,5 @@
 """The probe: objects that are no models are rejected on opening, and a loaded model can be checked at any time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts that several sessions share, on real models: the texts are those of separate requests."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from itertools import pairwise

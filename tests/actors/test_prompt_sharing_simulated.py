@@ -1,7 +1,5 @@
 """Sessions that begin with the same prompt at the same time, in simulated time: one reads it for all."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that are read in one pass: each text is what it is alone, and what fails is read again, each alone."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

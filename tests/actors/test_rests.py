@@ -1,7 +1,5 @@
 """A drafter that rests is not told of each round, and rests longer while it would not pay to begin again."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

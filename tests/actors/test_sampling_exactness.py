@@ -5,8 +5,6 @@ the drafter works ahead, and jobs take random times. Every session has a seed, s
 with the theory: if it passes once, it always passes.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

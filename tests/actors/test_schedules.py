@@ -5,8 +5,6 @@ every message: it may be late, but never later than one that was sent after it; 
 later, or after the end of its session.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace

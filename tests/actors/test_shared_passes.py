@@ -1,7 +1,5 @@
 """Several texts in one pass: each text is what it is alone, in every family that takes rows."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

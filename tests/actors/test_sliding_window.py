@@ -3,8 +3,6 @@
 Keys are numbers here, a different one for each token that is ever fed, so that a test can tell which tokens are seen.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pool of threads: however a piece of work ends, MLX's streams of a thread that ends are released."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What threads may do at any moment: read statistics, and use the tokenizer; and not write the default device."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

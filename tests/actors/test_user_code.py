@@ -1,7 +1,5 @@
 """A user's processors and samplers: their errors end only their own stream, and they delay no other stream."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

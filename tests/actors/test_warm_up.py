@@ -1,7 +1,5 @@
 """The first measurement of the prices: it finds the simulator's prices, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """The worker's thread: it does jobs in order, returns results and errors, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

@@ -4,8 +4,6 @@ To show that nothing blocks the loop, a model blocks in the middle of a forward 
 releases it: anything that waited for the model would hang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Many prompts on asyncio: from generators of the loop's own, and however they are left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

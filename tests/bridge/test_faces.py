@@ -4,8 +4,6 @@ To show that a call returns at once, a model blocks in the middle of a forward p
 waited for the model would hang.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The example services over real sockets, with clients that ask, cancel, hang up and send garbage."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

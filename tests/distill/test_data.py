@@ -1,7 +1,5 @@
 """Texts become windows: all of them, in the order of a seed, some held out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

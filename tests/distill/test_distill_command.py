@@ -1,7 +1,5 @@
 """What `outrider distill` prints at the end: the acceptance of the best drafter, and what became of the training."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

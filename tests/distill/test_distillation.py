@@ -1,7 +1,5 @@
 """From texts to a drafter's folder, as Speculators has it: gone on with after a cancellation, and used as a draft."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The acceptance of drafts, by depth, category and temperature."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.distill.evaluation import ALL, Drafted, acceptance_by_category, acceptance_of

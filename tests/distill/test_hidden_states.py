@@ -1,7 +1,5 @@
 """Hidden states come from files as from the target, and where there is no file, from the target."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A drafter learns from its target, and goes on from a checkpoint as if it had not been interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A drafter on a rank of its own: texts are those of one process, and the drafter's end costs none."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts of a target that is sharded over ranks are those of one process, token for token."""
 
-from __future__ import annotations
-
 import pytest
 import rank_programs
 from ranks import ranks

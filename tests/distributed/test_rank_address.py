@@ -1,7 +1,5 @@
 """Which rank a process is, by the environment."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

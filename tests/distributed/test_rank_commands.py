@@ -1,7 +1,5 @@
 """The command line under `mlx.launch`: rank 0 runs the command, and the others follow."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A rank that ends, hangs or differs ends all, with an error that names it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """One end of a group of ranks: joining among strangers, errors, and who may use the group. The rest is a socket."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Texts of a target that is sharded over ranks, saved and taken up again: each rank has a part of the caches."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank shards, orders and compares, in one process: the groups here exchange nothing."""
 
-from __future__ import annotations
-
 import architectures
 import attrs
 import models

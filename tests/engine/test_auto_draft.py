@@ -1,7 +1,5 @@
 """The draft "auto": a drafter from the disk that fits the target, or none, and the line that says which and why."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

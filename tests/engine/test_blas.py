@@ -4,8 +4,6 @@ A library can be loaded in front of mlx only once, and before mlx is imported; s
 OpenBLAS is installed, a copy of the reference BLAS in MLX's wheel stands in for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

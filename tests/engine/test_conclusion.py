@@ -1,7 +1,5 @@
 """The doctor's conclusions, in words, from measured prices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

@@ -1,7 +1,5 @@
 """The doctor's report on a model or a pair, compared with the facts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

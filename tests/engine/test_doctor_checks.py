@@ -1,7 +1,5 @@
 """The checks of `outrider doctor --check`: each passes here, and fails on a runtime that was broken on purpose."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

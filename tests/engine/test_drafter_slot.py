@@ -1,7 +1,5 @@
 """Attaching a drafter to an open runtime and detaching it, at every moment."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading

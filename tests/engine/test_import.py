@@ -1,7 +1,5 @@
 """What importing `runtime` does: MLX's variables, the limit of open files, a user's file that hides a package."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The memory limit: streams begin, wait, grow, end or are refused by what their caches take, and prefixes make room."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Models as `ModelSpec` says: the text is that of the same model as mlx-lm loads it."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

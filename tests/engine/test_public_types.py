@@ -1,7 +1,5 @@
 """The types of the public modules: what type checkers and completion see, and what a user can import."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing

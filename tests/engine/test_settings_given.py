@@ -1,7 +1,5 @@
 """Settings of a stream: the `defaults` of `open`, a `Settings` or a mapping, keywords, and a prompt's own."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Trained drafters are recognised, and the error says what to use instead."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

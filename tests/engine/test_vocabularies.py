@@ -1,7 +1,5 @@
 """Tokenizers of a target and a draft model: whether they are the same, and texts of the one read in the other."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

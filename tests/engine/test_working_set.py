@@ -1,7 +1,5 @@
 """The memory that a device recommends to use: a warning above it, and a wired limit that several runtimes share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sampling settings that a model brings in its generation_config.json."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files as files: which one is meant, split ones, damage, and the commands and options that take one."""
 
-from __future__ import annotations
-
 import re
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files as models: logits of every family, quantised blocks, frequencies, and what cannot be loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

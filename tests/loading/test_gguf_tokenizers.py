@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files, against the same vocabularies in tokenizer.json, and against known splits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets with names of their own, and the one that commands take if none is named."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The prefix cache on disk: back after a restart, bounded, and never wrong, wherever a writer is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """Saved conversations: a loaded conversation continues as if it had never been in a file, or there is a clear error."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

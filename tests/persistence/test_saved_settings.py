@@ -1,7 +1,5 @@
 """The settings in a saved session: they come back unchanged, and files with anything else are rejected."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

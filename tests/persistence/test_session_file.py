@@ -1,7 +1,5 @@
 """The file of a saved session: it is complete or does not exist, and only an unaltered file is accepted."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

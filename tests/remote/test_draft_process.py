@@ -1,7 +1,5 @@
 """A drafter in a process of its own: real processes, killed and orphaned. `test_link.py` has one that falls silent."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

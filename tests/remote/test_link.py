@@ -1,7 +1,5 @@
 """Links over sockets: messages of any size, and ends that go or fall silent."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Iterator

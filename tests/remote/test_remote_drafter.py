@@ -1,7 +1,5 @@
 """A drafter at the other end of a link drafts what it would draft here; only the way of the bytes is missing."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The APIs of the server that answer conversations, so that one test tells what holds in each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

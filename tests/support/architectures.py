@@ -4,8 +4,6 @@ The weights are random float32, drawn wide enough that texts are varied and depe
 Windows are of 8 to 16 tokens, so that a text of 48 tokens crosses them several times.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

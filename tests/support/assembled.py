@@ -1,7 +1,5 @@
 """Answers that events add up to, as the clients of each API assemble them."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

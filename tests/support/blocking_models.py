@@ -1,7 +1,5 @@
 """Models that stop in the middle of a forward pass until a test releases them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The script is inserted into a copy of the page, and its result into its document.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

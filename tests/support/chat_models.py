@@ -1,7 +1,5 @@
 """Scripted chat models with real weights behind their scripts: tokenizers, chat templates, answers and calls."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command line as a child process: its environment, and pseudo-terminals."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Token ids of real completions, and runtimes of which nothing is asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import runtime

@@ -1,7 +1,5 @@
 """Delays and costs for schedules in simulated time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Times of forward passes on real devices, for scenarios; see `tests/protocol/test_auto_grid.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

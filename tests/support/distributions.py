@@ -1,7 +1,5 @@
 """Target and draft distributions, and the chi-square test that compares samples with them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any

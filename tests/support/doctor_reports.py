@@ -1,7 +1,5 @@
 """Reports of `outrider doctor`, as they are printed."""
 
-from __future__ import annotations
-
 
 def sections(printed: str) -> dict[str, dict[str, str]]:
     """The printed report, by title and name."""

@@ -1,7 +1,5 @@
 """A runtime with a trained drafter, and checks that its texts are the target's, whatever is drafted."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial

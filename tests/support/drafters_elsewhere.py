@@ -1,7 +1,5 @@
 """A drafter at the other end of a link in this process: every message goes through its bytes."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress

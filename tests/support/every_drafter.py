@@ -1,7 +1,5 @@
 """Every kind of drafter, at work for a tiny target in simulated time."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path

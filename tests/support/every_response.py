@@ -1,7 +1,5 @@
 """Responses of every kind that the server gives, of scripted models in simulated time."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """The faces of the runtime: in trio, on asyncio and uvloop, and in plain threads; for tests of what they do alike."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

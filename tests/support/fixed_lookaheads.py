@@ -1,7 +1,5 @@
 """The speed of fixed lookaheads without overlap, which follows from the script alone; to compare "auto" with."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Garbage collection in a process with several threads."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any

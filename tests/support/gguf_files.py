@@ -1,7 +1,5 @@
 """Tiny GGUF files, written by PyPI `gguf` as llama.cpp's converter writes them, from mlx-lm's models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

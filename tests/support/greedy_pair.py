@@ -1,7 +1,5 @@
 """Targets and their greedy texts by mlx-lm, the reference; and a drafter that is often right."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

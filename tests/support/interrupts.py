@@ -1,7 +1,5 @@
 """Interrupting a command, or a measurement, at a chosen moment."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers of several scripted models in simulated time: what is loaded when, and what each says."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any

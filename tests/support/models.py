@@ -4,8 +4,6 @@ Their weights are drawn wide enough that texts are varied and the best token lea
 on the last bit of a sum.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from importlib import import_module

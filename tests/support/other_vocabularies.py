@@ -1,7 +1,5 @@
 """Draft models of another vocabulary than their target: tokenizers and models made of the demo pair's, and scripts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """The threads of Outrider in this process."""
 
-from __future__ import annotations
-
 import threading
 
 

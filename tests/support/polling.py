@@ -1,7 +1,5 @@
 """Waiting for conditions that change in other threads."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

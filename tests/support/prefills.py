@@ -1,7 +1,5 @@
 """How much of prompts was read."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from protocol.trace import Event, Span

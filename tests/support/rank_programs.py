@@ -1,7 +1,5 @@
 """What the ranks of `ranks` run: each function is called on every rank, and gives results to the test."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

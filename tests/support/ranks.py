@@ -3,8 +3,6 @@
 They are forked from a server that has imported everything, which makes them start in milliseconds.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

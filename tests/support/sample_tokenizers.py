@@ -1,7 +1,5 @@
 """Tokenizers with byte fallback and byte-level tokens, and texts in many scripts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import string

@@ -1,7 +1,5 @@
 """Saving what models have cached of a text, and loading it, as conversations do, but without messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The unit of time is T_v(1), the time that the target takes to decode one token.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 import attrs

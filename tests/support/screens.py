@@ -1,7 +1,5 @@
 """A terminal with a person in front of it: a test types keys and reads the screen."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import fcntl

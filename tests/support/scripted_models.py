@@ -3,8 +3,6 @@
 Both compute their logits from a hash of the text so far, so they need no weights and give the same text each time.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """A server in a thread of this process: it is there sooner than `served_command`, whose process imports everything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ The unit of time is T_v(1), the time that the target takes to decode one token. 
 of the target, whose time is that of all its rows: padding is computed, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The modules of the project, and their syntax trees."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

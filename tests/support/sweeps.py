@@ -1,7 +1,5 @@
 """Sweeps: tests over many cases that nobody selects alone."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence

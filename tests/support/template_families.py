@@ -1,7 +1,5 @@
 """Small chat templates that refuse or leave out what those of real families do; each is in the style of its family."""
 
-from __future__ import annotations
-
 import functools
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -1,7 +1,5 @@
 """Calls in every format that mlx-lm has a parser for, mlx-lm's own test strings among them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A scripted server whose model calls tools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

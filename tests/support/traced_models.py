@@ -4,8 +4,6 @@ Tokens are renumbered, so that a vocabulary of a few thousand does: what was dra
 has.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Trained drafters of every kind with random weights, and tiny targets for them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Lookahead trees and views of them, built from a few numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from protocol.lookahead_policy import PolicyView

@@ -1,7 +1,5 @@
 """Users of the page in a real browser. They use the browser's own input; every error in the page is seen."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Ways to end a generation: each gets what begins it, a scope that is cancelled, and an event that is set with that."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

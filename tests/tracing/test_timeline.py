@@ -1,7 +1,5 @@
 """The timeline page: its data, that text stays text, and that it works in a real browser."""
 
-from __future__ import annotations
-
 import html.parser
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Traces in files: Chrome trace JSON that is complete however the runtime ends, and recorders that delay nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -6,8 +6,6 @@
 mlx-vlm is not needed to run the test. The logits are those along the path that the drafter takes by itself.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ Speculators' layers, too; embedding, attention mask and head follow `dflash/mode
 https://github.com/z-lab/dflash.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

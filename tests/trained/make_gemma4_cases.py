@@ -6,8 +6,6 @@
 mlx-vlm is not needed to run the test.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

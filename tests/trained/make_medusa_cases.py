@@ -7,8 +7,6 @@ None is needed to run the test. The definition: `MedusaModel` in https://github.
 is a sequence of residual blocks, x + SiLU(W x + b), and a linear layer without a bias.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ in https://github.com/vllm-project/vllm. One thing differs: vLLM sets the embedd
 0 to zero, and the models were not trained so.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

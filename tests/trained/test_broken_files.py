@@ -1,7 +1,5 @@
 """Drafters in files that are broken, or of another target: the sentence says what is wrong and names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

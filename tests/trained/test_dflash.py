@@ -1,7 +1,5 @@
 """DFlash: the logits of Speculators' torch classes (0.9.0), as `make_dflash_cases.py` wrote them; its texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """EAGLE-3: the logits of Speculators' torch classes (0.9.0), which `make_eagle3_cases.py` has written down."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

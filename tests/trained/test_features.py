@@ -1,7 +1,5 @@
 """Features are what enters the layers of a target, in every family, and recording them changes nothing."""
 
-from __future__ import annotations
-
 import random
 
 import mlx.core as mx

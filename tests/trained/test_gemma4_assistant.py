@@ -1,7 +1,5 @@
 """Gemma 4's assistants: the logits of mlx-vlm (0.7.10), as `make_gemma4_cases.py` wrote them; their texts."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every kind of trained drafter in every situation: the text is the target's, and nothing is left behind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Medusa: the logits of the authors' definition in torch, as `make_medusa_cases.py` wrote them down; its texts."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """MTP layers: the logits of transformers' decoder layers in torch, as `make_mtp_cases.py` wrote them; their texts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

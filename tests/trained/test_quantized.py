@@ -1,7 +1,5 @@
 """Quantised drafters of every kind: from files that are quantised, and quantised as they are loaded."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a trained drafter has read of a text comes back, from files and between turns: it drafts as if never away."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

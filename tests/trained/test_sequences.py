@@ -1,7 +1,5 @@
 """A text of a trained drafter: whatever comes when, what is drafted is what features and tokens say."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

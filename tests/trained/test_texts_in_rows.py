@@ -1,7 +1,5 @@
 """Texts of a trained drafter that share passes: each gets what it gets alone, whatever the others do."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

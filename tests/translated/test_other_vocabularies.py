@@ -1,7 +1,5 @@
 """A runtime whose draft model has another vocabulary: the texts are the target's, and drafts are accepted."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Draft models with a head for part of their vocabulary."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One text in the tokens of two vocabularies: its lengths, logits and rewinds."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
