@@ -167,7 +167,6 @@ async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     target = ScriptedModel(truthful, undo=never)
     async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
-
     assert ids(completion.tokens) == continuation(PROMPT, 30)
     (sequence,) = target.sequences
     assert sequence.rewinds == []
@@ -208,7 +207,6 @@ async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
     draft = ScriptedModel(agreeing(agreement), undo=never)
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
-
     assert PROMPT + ids(completion.tokens) == text
     (sequence,) = draft.sequences
     assert sequence.rewinds == []
@@ -274,7 +272,6 @@ async def test_the_text_is_the_targets_and_counts_add_up(lookahead: Any, agreeme
         statistics = completion.statistics
         verdicts = simulation.instants("verdict")
         proposals = simulation.instants("proposal")
-
     assert ids(completion.tokens) == continuation(PROMPT, NUM_TOKENS)
     assert completion.finish_reason == "length"
     assert [token.index for token in completion.tokens] == list(range(NUM_TOKENS))

@@ -54,7 +54,6 @@ class FakeScheduler:
 
 def run_layers(evaluation: LayerEvaluation) -> None:
     """What the layers of one pass do with their results."""
-
     with evaluating(evaluation):
         for number in range(NUM_LAYERS):
             if (on_layer := layer_evaluation._on_layer.get()) is not None:

@@ -97,7 +97,6 @@ async def test_a_trained_drafter_copies_what_it_made_of_the_features_of_the_prom
 ) -> None:
     built, given = build("llama"), dict[int, list[range]]()
     asked: dict[str, Any] = {"max_tokens": 20, "lookahead": 3, "ignore_eos": True, "temperature": 0.8}
-
     take_features = DraftSession.take_features
 
     def noted(self: DraftSession, features: Features | None) -> None:

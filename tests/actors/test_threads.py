@@ -21,7 +21,6 @@ PROMPT = tuple(prompt_of(9))
 async def test_no_thread_sees_fewer_tokens_than_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     add = Counts.add
-
     async with runtime.open((target(), None)) as rt:
 
         def add_while_somebody_looks(self: Counts, other: Counts) -> None:

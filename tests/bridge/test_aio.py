@@ -468,7 +468,6 @@ async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) ->
         completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
         assert len(completion.tokens) == 80
         assert resolve.call_count <= 2 + completion.statistics.rounds < 30
-
         slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
         await anext(slow)
         await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
@@ -523,7 +522,6 @@ async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() ->
         assert await anext(tokens) == text(1)[0]
         await tokens.aclose()
         await until_in_asyncio(lambda: rt.num_streams == 0)
-
         # A dropped async generator is closed by the loop.
         async for _ in tokens_of(rt):
             break

@@ -50,7 +50,6 @@ async def test_prompts_are_taken_from_an_async_iterable_in_its_loop_as_there_is_
         assert [ids(completion) for completion in await many] == [text(6, prompt) for prompt in PROMPTS]
         assert repr(many) == "<outrider aio.Completions, over: 5 given>"
         assert taken == ["mine"] * 5 + ["closed"]
-
         taken.clear()
         async with rt.generate_many(prompts(10**9), max_concurrent=2, max_tokens=2) as many:
             await anext(many)

@@ -151,7 +151,6 @@ async def test_under_asyncio_it_says_what_to_write_instead() -> None:
 @on_asyncio
 async def test_a_notebooks_loop_waits_as_its_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-
     completion = runtime.generate_sync(PROMPT, target=(target(), None), draft=(drafter(), None), max_tokens=8)
     assert ids(completion) == text(8)
     with opened() as rt:

@@ -47,7 +47,6 @@ def sentencepiece(**changes: Any) -> dict[str, Any]:
 
 def of_demo(**changes: Any) -> dict[str, Any]:
     """The demo pair's vocabulary of byte-level BPE, as llama.cpp's converter writes it."""
-
     saved = json.loads((Path(runtime.DEMO_TARGET) / "tokenizer.json").read_text("utf-8"))
     ids = demo().get_vocab()
     tokens = sorted(ids, key=lambda token: ids[token])

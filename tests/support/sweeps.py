@@ -61,7 +61,6 @@ def sweep(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Test], 
                 for case in given.pop(group):
                     with _one(case, given) as all_arguments:
                         await test(**all_arguments)
-
         else:
 
             def swept(**given: Any) -> None:
