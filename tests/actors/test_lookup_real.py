@@ -31,8 +31,6 @@ async def test_the_text_is_the_greedy_one_and_there_is_no_thread_but_the_targets
 
 
 # --- invalid drafters -----------------------------------------------------------------------------
-
-
 @sweep("target, draft, says", [
     ("ngram", "ngram", 'target must be a model here, and "ngram" has none'),
     *((llama(), draft, "ngram' does not exist") for draft in ("./ngram", Path("ngram"), "models/with/ngram")),

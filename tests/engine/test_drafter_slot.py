@@ -47,8 +47,6 @@ async def drafted(rt: Any) -> int:
 
 
 # --- real models ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
     """Memory in reference cycles stays."""

@@ -231,8 +231,6 @@ async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(
 
 
 # --- variants of EAGLE-3 --------------------------------------------------------------------------
-
-
 @sweep("changes", [{"own_embedding": False}, {"eagle_config": {"use_aux_hidden_state": False}}])
 async def test_greedy_texts_are_the_targets_where_its_embedding_or_output_is_read(
     changes: dict[str, Any], tmp_path: Path

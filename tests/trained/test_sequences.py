@@ -282,8 +282,6 @@ def test_what_was_committed_last_is_read_once_the_text_is_over(subject: Subject)
 
 
 # --- passes ---------------------------------------------------------------------------------------
-
-
 class Counting:
     """A reader that counts the tokens of its passes."""
 
