@@ -74,9 +74,7 @@ async def test_a_prompt_that_ends_with_a_stop_token_still_has_a_continuation(aut
 
 # --- the ends of contexts -------------------------------------------------------------------------
 @sweep("lookahead", LOOKAHEADS)
-async def test_a_text_ends_with_the_targets_context_and_not_with_the_drafters(
-    lookahead: Any, autojump_clock: Any
-) -> None:
+async def test_a_text_ends_with_the_targets_context_and_not_with_the_drafters(lookahead, autojump_clock):
     for context_length in range(1, 18):
         draft = ScriptedModel(agreeing((0.5, 1.0)[context_length % 2]))
         if context_length > len(PROMPT):
@@ -107,9 +105,7 @@ async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, auto
 # --- vocabularies of different widths -------------------------------------------------------------
 @sweep("width", [VOCAB_SIZE - 7, VOCAB_SIZE + 9])
 @sweep("temperature", [0.0, 1.0])
-async def test_rows_that_only_one_of_the_two_models_has_change_no_token(
-    width: int, temperature: float, autojump_clock: Any
-) -> None:
+async def test_rows_that_only_one_of_the_two_models_has_change_no_token(width, temperature, autojump_clock):
     settings = {"max_tokens": 40, "lookahead": 3, "temperature": temperature, "seed": 7}
 
     def padded(history: Any) -> Any:
@@ -153,9 +149,7 @@ LOOKAHEADS_AND_AGREEMENTS = [(1, 0.0), (1, 1.0), (3, 0.7), (8, 0.0), (8, 1.0), (
 
 
 @sweep("lookahead, agreement", LOOKAHEADS_AND_AGREEMENTS)
-async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
-    lookahead: Any, agreement: float, autojump_clock: Any
-) -> None:
+async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(lookahead, agreement, autojump_clock):
     target = ScriptedModel(truthful, undo=never)
     async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
@@ -192,9 +186,7 @@ async def test_a_span_says_how_many_tokens_went_through_the_model(undo: str, aut
 
 
 @sweep("lookahead, agreement", LOOKAHEADS_AND_AGREEMENTS)
-async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
-    lookahead: Any, agreement: float, autojump_clock: Any
-) -> None:
+async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(lookahead, agreement, autojump_clock):
     text = PROMPT + continuation(PROMPT, 30)
     draft = ScriptedModel(agreeing(agreement), undo=never)
     async with simulated(ScriptedModel(truthful), draft) as simulation:

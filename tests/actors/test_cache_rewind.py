@@ -189,9 +189,7 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
     "num_settled, rewind",
     [(WINDOW - 3, "auto"), (WINDOW, "checkpoint"), (WINDOW, "auto"), (3 * WINDOW, "auto"), (3 * WINDOW, "checkpoint")],
 )
-def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
-    name: str, rewind: str, num_settled: int
-) -> None:
+def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(name, rewind, num_settled):
     exerciser = Exerciser(subject(name), rewind, prompt_length=num_settled)
     exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     depth = 4
@@ -214,9 +212,7 @@ def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
         ("ArraysCache and SlidingWindowCache", "auto", RewindMode.CHECKPOINT),
     ],
 )
-def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay(
-    name: str, rewind: str, rewind_mode: RewindMode
-) -> None:
+def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay(name, rewind, rewind_mode):
     exerciser = Exerciser(subject(name), rewind, prompt_length=3 * WINDOW)
     exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     for num_tokens in range(1, 6):
@@ -331,9 +327,7 @@ BOUNDED = [(7, "near"), (16, "right")]
         *(({"max_kv_size": size}, drafter) for size, drafter in BOUNDED),
     ],
 )
-async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with_them(
-    options: dict[str, Any], drafter: str
-) -> None:
+async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with_them(options, drafter):
     target = wide_headed()
     draft = target if drafter == "right" else near(target, noise=0.1)
     async with runtime.open((target, None), (draft, None), **options) as rt:

@@ -1,7 +1,6 @@
 """The memory that caches take is never more than what is reserved for them: measured at each pass, for each kind."""
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,9 +82,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         *(pytest.param(kind, False, False, marks=pytest.mark.slow) for kind in MODELS),
     ],
 )
-async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(
-    kind: str, drafts: bool, reuse_prefix: bool, watch: Watch
-) -> None:
+async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(kind, drafts, reuse_prefix, watch):
     make, options = MODELS[kind]
     draft = "ngram" if drafts else None
     settings = {"lookahead": 4 if drafts else 0, "reuse_prefix": reuse_prefix}
@@ -151,9 +148,7 @@ async def test_a_draft_models_caches_are_reserved_too(watch: Watch) -> None:
 
 
 @sweep("kind", TRAINED)
-async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: Any
-) -> None:
+async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(kind, tmp_path, monkeypatch, autojump_clock):
     largest, original = 0, TrainedSequence.feed
 
     def feed(self: TrainedSequence, *args: Any) -> Any:
@@ -182,9 +177,7 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
     ),
     num_kept=st.integers(0, 3),
 )
-def test_more_or_longer_texts_never_take_less_and_rows_hold_as_many_slots_as_fit(
-    lengths: list[int], size: CacheSize, num_kept: int
-) -> None:
+def test_more_or_longer_texts_never_take_less_and_rows_hold_as_many_slots_as_fit(lengths, size, num_kept):
     texts = [TextSize(length, 1, num_kept, num_kept > 0) for length in lengths]
     num_bytes = size.of(texts)
     assert num_bytes >= max(size.of([text]) for text in texts)

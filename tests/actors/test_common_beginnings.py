@@ -33,9 +33,7 @@ async def cached(simulation: Any, prompt: list[int], *, num_common: int | None =
 
 @sweep("cache", PARTING)
 @sweep("lookahead", [0, 3])
-async def test_a_third_text_parts_where_a_second_one_has_parted(
-    cache: str, lookahead: int, autojump_clock: Any
-) -> None:
+async def test_a_third_text_parts_where_a_second_one_has_parted(cache, lookahead, autojump_clock):
     async with simulated(*pair_with(CACHES[cache])) as simulation:
         first = [*SYSTEM, *QUESTIONS[0]]
         assert await cached(simulation, first, num_common=0, lookahead=lookahead) == 0
@@ -104,9 +102,7 @@ async def test_of_four_at_once_one_reads_the_beginning(cache: str, lookahead: in
 
 
 @every_cache
-async def test_one_that_comes_while_another_is_read_waits_for_what_they_share(
-    cache: dict[str, Any], autojump_clock: Any
-) -> None:
+async def test_one_that_comes_while_another_is_read_waits_for_what_they_share(cache, autojump_clock):
     async with simulated(*pair_with(cache)) as simulation:
         results: dict[int, int] = {}
 

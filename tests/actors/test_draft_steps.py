@@ -66,9 +66,7 @@ def runs_of(simulation: Simulation) -> list[int]:
 # --- how many steps a run has ---------------------------------------------------------------------
 @sweep("chains", [False, True])
 @sweep("lookahead", [1, 2, 3, 5, 8])
-async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another(
-    lookahead: int, chains: bool, autojump_clock: Any
-) -> None:
+async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another(lookahead, chains, autojump_clock):
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, chains=chains) as simulation:
         assert await text_of(simulation, PROMPT, max_tokens=100, lookahead=lookahead) == continuation(PROMPT, 100)
@@ -137,9 +135,7 @@ async def test_draft_steps_end_at_a_copied_token_that_is_expanded_already(autoju
 
 @sweep("chains", [False, True])
 @sweep("verify", [0.5, 1.25, 2.5, 3.75])
-async def test_a_verdict_that_goes_another_way_ends_them_with_the_step_that_is_running(
-    verify: float, chains: bool, autojump_clock: Any
-) -> None:
+async def test_a_verdict_that_goes_another_way_ends_them_with_the_step_that_is_running(verify, chains, autojump_clock):
     # A proposal takes four steps, and five more are of use; all are wrong from the first token on.
     price = priced(prefill=0.0, draft=1.0, verify=verify)
     draft = ScriptedModel(agreeing(0.0))
@@ -167,9 +163,7 @@ async def test_a_verdict_that_goes_their_way_does_not_end_them(autojump_clock: A
 
 @sweep("at", [0.5, 1.0, 2.25, 5.0, 7.5])
 @sweep("chains", [False, True])
-async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
-    at: float, chains: bool, autojump_clock: Any
-) -> None:
+async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(at, chains, autojump_clock):
     price = priced(prefill=0.0, draft=1.0, verify=64.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, chains=chains) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=100, lookahead=8)
@@ -314,9 +308,7 @@ SEEDED = {"temperature": 0.8, "acceptance": "match", "seed": 4}
 
 
 @sweep("lookahead, settings, report_delay", [(1, {}, 0.5), (6, SEEDED, None), ("auto", SEEDED, 0.5)])
-def test_launching_steps_early_changes_neither_text_nor_proposals(
-    lookahead: Any, settings: dict[str, Any], report_delay: float | None
-) -> None:
+def test_launching_steps_early_changes_neither_text_nor_proposals(lookahead, settings, report_delay):
     target = hashed("target", 6.0)
 
     async def main(chains: bool) -> tuple[list[int], list[Any]]:

@@ -32,9 +32,7 @@ every_implementation = sweep(
         *(pytest.param(kind, "none", marks=pytest.mark.slow) for kind in OFTEN),
     ],
 )
-async def test_greedy_texts_are_the_targets_however_it_rewinds(
-    kind: str, rewind: Any, tmp_path: Path, autojump_clock: Any
-) -> None:
+async def test_greedy_texts_are_the_targets_however_it_rewinds(kind, rewind, tmp_path, autojump_clock):
     async with at_work(kind, tmp_path, cache_options=CacheOptions(rewind)) as (rt, target):
         await check_greedy(rt, target, [3, "auto"])
 
@@ -56,9 +54,7 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(
         ),
     ],
 )
-async def test_streams_at_once_have_the_texts_of_one_at_a_time(
-    kind: str, family: str | None, tmp_path: Path, autojump_clock: Any
-) -> None:
+async def test_streams_at_once_have_the_texts_of_one_at_a_time(kind, family, tmp_path, autojump_clock):
     async with at_work(kind, tmp_path, family=family, max_batch=8) as (rt, target):
         await check_seeded(rt, lookahead=2)
         # Some that are not drafted share the passes.
@@ -95,9 +91,7 @@ async def test_a_text_may_go_on_from_an_earlier_one(kind: str, tmp_path: Path, a
 
 
 @every_implementation
-async def test_texts_under_the_rejection_rule_repeat_by_their_seed(
-    kind: str, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_texts_under_the_rejection_rule_repeat_by_their_seed(kind, tmp_path, autojump_clock, monkeypatch):
     # Which tokens are proposed depends on when the target stops waiting.
     monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
     asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "lookahead": 3, "ignore_eos": True}
@@ -123,9 +117,7 @@ class Fault(Exception):
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("another vocabulary", "elsewhere")),
     ],
 )
-async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
-    kind: str, at: int, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_drafter_that_fails_leaves_the_text_to_the_target(kind, at, tmp_path, autojump_clock, monkeypatch):
     made, num_fed = [], 0
 
     def failing(feed: Any) -> Any:

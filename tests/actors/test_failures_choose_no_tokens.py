@@ -250,9 +250,7 @@ def check(moment: Moment, *args: Any, num_texts: int = 200) -> Counter[SessionPh
 @pytest.mark.parametrize(
     "moment", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in MOMENTS]
 )
-def test_a_token_that_makes_its_drafter_fail_is_as_frequent_as_it_should_be(
-    moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_makes_its_drafter_fail_is_as_frequent_as_it_should_be(moment, monkeypatch):
     num_texts = 160 if moment in QUICK else 200
     phases = check(MOMENTS[moment], num_texts=num_texts)
     assert phases[MOMENTS[moment].phase] > max(phases.values()) / 2
@@ -347,9 +345,7 @@ async def call_after(seconds: float, call: Callable[[], Awaitable[None]]) -> Non
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ends_of_text_are_as_frequent_where_the_drafter_is_detached(
-    is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_of_text_are_as_frequent_where_the_drafter_is_detached(is_elsewhere, monkeypatch):
     # After one token is drawn. If it ends the text, it is proposed before the drafter is detached.
     assert run(detached, 100, 1.5, is_elsewhere) > SIGNIFICANCE
     leave_at_once(monkeypatch)

@@ -128,9 +128,7 @@ FAILING_TARGETS = [
 
 
 @sweep("price, lookahead, num_streams, with_drafter", FAILING_TARGETS)
-def test_a_failing_target_ends_every_stream_after_what_was_committed(
-    price: str, lookahead: Any, num_streams: int, with_drafter: bool
-) -> None:
+def test_a_failing_target_ends_every_stream_after_what_was_committed(price, lookahead, num_streams, with_drafter):
     settings = {**SETTINGS, "lookahead": lookahead, "max_tokens": 12 if num_streams == 1 else 60}
 
     async def fail_at(n: int) -> None:
@@ -240,9 +238,7 @@ def fail(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["find_stop", "propose"])
-async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_other(
-    what: str, autojump_clock: Any
-) -> None:
+async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_other(what, autojump_clock):
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
         other = simulation.runtime.stream([1, 2, 3], max_tokens=30, lookahead=2)
@@ -483,9 +479,7 @@ async def test_a_group_of_errors_in_the_body_comes_out_as_it_is(autojump_clock: 
 
 
 @pytest.mark.parametrize("delay", [1.0, 13.0, 30.0])
-async def test_an_error_raised_in_the_body_while_it_is_being_cancelled_is_not_lost(
-    delay: float, autojump_clock: Any
-) -> None:
+async def test_an_error_raised_in_the_body_while_it_is_being_cancelled_is_not_lost(delay, autojump_clock):
     target, draft = ScriptedModel(truthful), drafter()
 
     async def body(fails: bool) -> None:

@@ -136,9 +136,7 @@ def impatience(monkeypatch: Any, impatient_targets: None) -> None:
 
 @pytest.mark.usefixtures("impatience")
 @pytest.mark.parametrize("is_left_open", [False, True])
-async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_runtime(
-    is_left_open: bool, caplog: Any
-) -> None:
+async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_runtime(is_left_open, caplog):
     async with beside_a_hanging_drafter() as (rt, target, hanging):
         hanging.hang_at = hanging.num_calls + 6
         while not hanging.hangs:  # on a busy machine, the drafter may be left behind for a whole text

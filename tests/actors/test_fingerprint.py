@@ -74,9 +74,7 @@ PAIRS = [
 
 
 @sweep("one, other, why", PAIRS)
-def test_another_model_has_another_fingerprint_and_it_is_said_why(
-    one: Callable[[], nn.Module], other: Callable[[], nn.Module], why: str
-) -> None:
+def test_another_model_has_another_fingerprint_and_it_is_said_why(one, other, why):
     difference = fingerprint(one()).difference(fingerprint(other()))
     assert why in difference
 

@@ -194,9 +194,7 @@ async def test_without_a_drafter_only_streams_with_a_grammar_are_drafted(autojum
     assert constrained.statistics.rounds < off.statistics.rounds
 
 
-async def test_a_drafter_that_is_attached_and_detached_leaves_texts_with_a_grammar_as_they_are(
-    autojump_clock: Any,
-) -> None:
+async def test_a_drafter_that_is_attached_and_detached_leaves_texts_with_a_grammar_as_they_are(autojump_clock):
     script, constraint = scripted(1), Grammar.from_regex(f"({CHAIN})+", TOKENIZER)
     asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "logits_processors": [constraint]}
     async with simulated(ScriptedModel(script, vocab_size=VOCAB_SIZE)) as simulation:
@@ -221,9 +219,7 @@ async def test_a_drafter_that_is_attached_and_detached_leaves_texts_with_a_gramm
 
 
 @sweep("draft", ["ngram", 2])
-async def test_no_more_of_a_long_forced_text_is_taken_than_may_be_proposed(
-    draft: Any, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_of_a_long_forced_text_is_taken_than_may_be_proposed(draft, autojump_clock, monkeypatch):
     copy, sizes = LookaheadTree.copy, list[int]()
 
     def noting(tree: LookaheadTree, guesses: Sequence[Guess], *after: Any) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from scripted import ScriptedModel, agreeing, run, simulated, texts_of, truthful
 from sweeps import sweep
 
@@ -86,9 +85,7 @@ FILTERED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 7}
 
 
 @sweep("settings, lookahead", [({}, 0), (FILTERED, 0), (KINDS[1], 3), (KINDS[3], 3), (FILTERED, 3)])
-def test_texts_are_what_they_are_alone(
-    lookahead: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_what_they_are_alone(lookahead, settings, monkeypatch):
     sizes: list[int] = []
     monkeypatch.setattr(passes, "_judged_together", counting(sizes, passes._judged_together))
     prompts = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]

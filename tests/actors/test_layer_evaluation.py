@@ -61,9 +61,7 @@ def run_layers(evaluation: LayerEvaluation) -> None:
 
 
 @sweep("tasks_a_layer", [0, 1, 2])
-def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(
-    tasks_a_layer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(tasks_a_layer, monkeypatch):
     in_flight = MAX_LAYERS_IN_FLIGHT * tasks_a_layer
     for how, num_computing, most_active, waits in (
         (LayerEvaluation.PIPELINED, 2, in_flight, 0),
@@ -91,9 +89,7 @@ def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(
         (mx.gpu, LayerEvaluation.PIPELINED, LayerEvaluation.PIPELINED),
     ],
 )
-def test_the_device_decides_unless_somebody_else_does(
-    device: mx.DeviceType, wanted: LayerEvaluation | None, expected: LayerEvaluation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_decides_unless_somebody_else_does(device, wanted, expected, monkeypatch):
     model = MLXModel(llama(), CacheOptions(), layer_evaluation=wanted)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     assert model.open_sequence(beside_another=True).layer_evaluation is expected
@@ -101,9 +97,7 @@ def test_the_device_decides_unless_somebody_else_does(
 
 
 @sweep("evaluation", LayerEvaluation)
-async def test_the_text_is_the_same_however_layers_are_evaluated(
-    evaluation: LayerEvaluation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_text_is_the_same_however_layers_are_evaluated(evaluation, monkeypatch):
     monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, evaluation.value)
     target, prompt = llama(num_hidden_layers=6), prompt_of(17)
     expected = greedy(target, prompt, 12)
@@ -112,9 +106,7 @@ async def test_the_text_is_the_same_however_layers_are_evaluated(
     assert [token.id for token in completion.tokens] == expected
 
 
-def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes(monkeypatch):
     scheduler = FakeScheduler(tasks_a_layer=1)
     monkeypatch.setattr(mx, "eval", scheduler.eval)
     monkeypatch.setattr(mx, "async_eval", scheduler.async_eval)
@@ -142,9 +134,7 @@ def test_reading_a_prompt_leaves_out_the_last_layers_result(monkeypatch: pytest.
     assert len(submitted) == 5
 
 
-async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_loaded(monkeypatch):
     monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, "sliced")
     with pytest.raises(runtime.SettingsError, match="OUTRIDER_LAYER_EVALUATION must be one of whole, waiting"):
         await open_and_close(runtime.DEMO_TARGET)

@@ -143,9 +143,7 @@ FILTERS = st.fixed_dictionaries(
 @pytest.mark.slow
 @given(filters=FILTERS, is_xtc_on=st.booleans(), seed=st.integers(0, 1000))
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
-    filters: dict[str, Any], is_xtc_on: bool, seed: int
-) -> None:
+def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(filters, is_xtc_on, seed):
     logits, num_draws = 2 * mx.random.normal((1, 20), key=mx.random.key(seed)), 2000
     # With a probability between 0 and 1, mlx-lm draws one number for all rows of a batch.
     filters["xtc_probability"] = float(is_xtc_on)
@@ -362,9 +360,7 @@ async def test_a_processor_that_is_marked_stateless_is_speculated_with(lookahead
     assert completion.statistics.accepted > completion.statistics.rejected == 0 or lookahead == "auto"
 
 
-async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is_said_once(caplog):
     class Ledger:
         """Records the lengths of its calls, and has no `restore`."""
 

@@ -125,9 +125,7 @@ WITH_STATES = {"undo": never, "keeps_states": True}
     ({"undo": never}, 1), ({"undo": never}, "auto"), (WITH_STATES, 4), (WITH_STATES, "auto"),
     ({"undo": within(40), "keeps_states": True}, 4),
 ])  # fmt: skip
-async def test_the_text_is_the_same_where_the_target_cannot_rewind(
-    abilities: dict[str, Any], lookahead: Any, autojump_clock: Any
-) -> None:
+async def test_the_text_is_the_same_where_the_target_cannot_rewind(abilities, lookahead, autojump_clock):
     async with simulated(ScriptedModel(slipping(0.2), **abilities), "ngram") as simulation:
         text = await text_of(simulation, [0, 3], max_tokens=80, lookahead=lookahead)
         statistics = simulation.runtime.statistics()
@@ -157,9 +155,7 @@ async def test_a_fixed_lookahead_never_rests_and_of_zero_never_looks_up(lookahea
         ({"max_tokens": 5}, [(7, ()), (8, (1, 2)), (11, ())]),
     ],
 )
-async def test_what_is_proposed_is_what_came_after_the_same_words_before(
-    settings: dict[str, Any], expected: Any, autojump_clock: Any
-) -> None:
+async def test_what_is_proposed_is_what_came_after_the_same_words_before(settings, expected, autojump_clock):
     async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
         received = await proposals(simulation, list(range(7)), **settings)
     assert [(p.start, p.tokens) for p in received] == expected
@@ -167,9 +163,7 @@ async def test_what_is_proposed_is_what_came_after_the_same_words_before(
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "lookahead": "auto"}])
-async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_error(
-    settings: dict[str, Any], autojump_clock: Any
-) -> None:
+async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_error(settings, autojump_clock):
     prompt, length = [1, 2, 3], 40
     text = plain_text(truthful, prompt, length)
     # One token of the prediction is wrong.
@@ -186,9 +180,7 @@ async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_err
 @sweep(
     "is_model, lookahead", [(True, 1), (False, 2), (True, 4), (False, 9), (False, 64), (False, "auto"), (True, "auto")]
 )
-async def test_a_prediction_that_misleads_changes_nothing_of_the_text(
-    is_model: bool, lookahead: Any, autojump_clock: Any
-) -> None:
+async def test_a_prediction_that_misleads_changes_nothing_of_the_text(is_model, lookahead, autojump_clock):
     whole = never_the_same(6)
     draft: Any = ScriptedModel(truthful) if is_model else "ngram"
     async with simulated(ScriptedModel(slipping(0.2)), draft) as simulation:
@@ -213,9 +205,7 @@ async def test_what_was_looked_up_is_proposed_as_no_draw_where_draws_are_judged(
 
 
 @pytest.mark.parametrize("lookahead", [2, 4, "auto"])
-async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
-    lookahead: Any, autojump_clock: Any
-) -> None:
+async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(lookahead, autojump_clock):
     prompt = list(range(7)) * 2
     async with simulated(ScriptedModel(counting(7)), "ngram", price=PRICE) as simulation:
         await text_of(simulation, prompt, max_tokens=60, lookahead=lookahead)
@@ -227,9 +217,7 @@ async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
 
 
 @pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
-async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(
-    draft: Any, asked: bool, autojump_clock: Any
-) -> None:
+async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(draft, asked, autojump_clock):
     class Neighbourly(ScriptedModel):
         def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
             opened.append(beside_another)
@@ -327,9 +315,7 @@ async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("often", "slope"), [(0.05, 0.3), (0.2, 0.06), (0.5, 0.0)])
-async def test_auto_keeps_up_with_plain_decoding_and_with_the_best_fixed_lookahead(
-    often: float, slope: float, autojump_clock: Any
-) -> None:
+async def test_auto_keeps_up_with_plain_decoding_and_with_the_best_fixed_lookahead(often, slope, autojump_clock):
     price, script = sloped(slope), slipping(often)
     auto = await seconds(script, price, 1000)
     assert auto < 1.01 * await seconds(script, price, 1000, draft=None)

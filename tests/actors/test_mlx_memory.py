@@ -31,9 +31,7 @@ def of_another_thread() -> None:
 
 
 @sweep("clear_cache", [no_error, of_another_thread])
-def test_a_gpu_frees_its_buffers_and_an_error_met_meanwhile_is_not_raised(
-    clear_cache: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_frees_its_buffers_and_an_error_met_meanwhile_is_not_raised(clear_cache, monkeypatch):
     num_calls = 0
 
     def counting() -> None:

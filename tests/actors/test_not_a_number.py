@@ -143,9 +143,7 @@ async def test_logits_after_text_that_does_not_come_do_not_matter(autojump_clock
 @sweep(
     "mode, position, chains", zip([*MODES, *MODES], itertools.cycle([5, 8, 11]), itertools.cycle([True, True, False]))
 )
-async def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(
-    mode: str, position: int, chains: bool, autojump_clock: Any
-) -> None:
+async def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(mode, position, chains, autojump_clock):
     draft = ScriptedModel(failing_at(position, KINDS[position % 4], agreeing(0.9)))
     async with simulated(ScriptedModel(sure), draft, chains=chains) as simulation:
         settings = {**MODES[mode], "lookahead": 3}

@@ -119,9 +119,7 @@ async def test_passes_in_a_row_give_each_text_what_it_has_alone(seed: int, autoj
 
 
 @pytest.mark.parametrize("num_texts", [1, 2])
-async def test_how_long_consumers_take_and_nobody_asks_is_no_part_of_what_plain_rounds_cost(
-    num_texts: int, autojump_clock: Any
-) -> None:
+async def test_how_long_consumers_take_and_nobody_asks_is_no_part_of_what_plain_rounds_cost(num_texts, autojump_clock):
     async with simulated(ScriptedModel(truthful)) as simulation:
         for pause_s in (0.0, 1000.0):
             async with trio.open_nursery() as nursery:
@@ -241,9 +239,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
 
 # A prompt alone has up to four tokens.
 @sweep("lookahead, max_slots", [(0, 4), (4, 1), ("auto", 3)])
-async def test_passes_beyond_memory_are_made_smaller_and_rarely_retried(
-    max_slots: int, lookahead: Any, autojump_clock: Any
-) -> None:
+async def test_passes_beyond_memory_are_made_smaller_and_rarely_retried(max_slots, lookahead, autojump_clock):
     prompts, num_tokens = [*PROMPTS, [7, 7]], 100
     target = RefusingModel(truthful, lambda feeds: len(feeds) * max(len(feed.tokens) for feed in feeds) > max_slots)
     async with simulated(target, ScriptedModel(agreeing(0.9))) as simulation:
@@ -333,9 +329,7 @@ class NotingPassesAhead(ScriptedModel):
         return super().feed_ahead(sequences, tokens)
 
 
-async def test_passes_started_ahead_or_starting_one_have_no_price(
-    priced_passes: list[tuple[float, float]], autojump_clock: Any
-) -> None:
+async def test_passes_started_ahead_or_starting_one_have_no_price(priced_passes, autojump_clock):
     target = NotingPassesAhead(truthful)
     async with simulated(target, price=ALL_AT_ONCE) as simulation:
         await simulation.runtime.generate_many(PROMPTS, max_tokens=200)
@@ -348,9 +342,7 @@ async def test_passes_started_ahead_or_starting_one_have_no_price(
         assert not {before, ended} & set(target.started_ahead)
 
 
-async def test_passes_after_a_text_came_or_left_have_no_price(
-    priced_passes: list[tuple[float, float]], autojump_clock: Any
-) -> None:
+async def test_passes_after_a_text_came_or_left_have_no_price(priced_passes, autojump_clock):
     async with simulated(
         ScriptedModel(truthful), ScriptedModel(truthful), price=ALL_AT_ONCE, defaults={"lookahead": 1}
     ) as simulation:

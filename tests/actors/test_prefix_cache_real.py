@@ -129,9 +129,7 @@ async def test_every_way_to_rewind(name: str, rewind: str) -> None:
         (10_000, 16, (True, True)),
     ],
 )
-async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsewhere(
-    start: int, step: int, reused: tuple[bool, bool]
-) -> None:
+async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsewhere(start, step, reused):
     model = build("qwen3", head_dim=32)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
     async with runtime.open((model, None), (near(model, noise=0.05), None), **options) as rt:

@@ -66,9 +66,7 @@ def test_what_texts_have_in_common_ends_where_they_first_differ(length: int, one
 # --- conversations --------------------------------------------------------------------------------
 @every_cache
 @sweep("lookahead", LOOKAHEADS)
-async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
-    lookahead: Any, cache: dict[str, Any], autojump_clock: Any
-) -> None:
+async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(lookahead, cache, autojump_clock):
     for lengths in ((1, 6, 3, 8), (5, 2, 7, 4)):
         async with simulated(*pair_with(cache)) as simulation:
             text, num_known = list(PROMPT), 0
@@ -148,9 +146,7 @@ async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without
 
 
 @every_cache
-async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_sequences(
-    cache: dict[str, Any], autojump_clock: Any
-) -> None:
+async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_sequences(cache, autojump_clock):
     async with simulated(*pair_with(cache)) as simulation:
         texts = [[5, 6, 7, first, *range(10, 40)] for first in (1, 2)]
         for target_queue in range(4):
@@ -188,9 +184,7 @@ async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -
 # --- texts that were cancelled or failed ----------------------------------------------------------
 @pytest.mark.slow
 @sweep("cache, lookahead", zip(CACHES.values(), itertools.cycle(LOOKAHEADS)))
-def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
-    lookahead: Any, cache: dict[str, Any]
-) -> None:
+def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(lookahead, cache):
     prompt = list(range(1, 25))
 
     async def main(seconds: float) -> int:
@@ -225,9 +219,7 @@ async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(aut
             assert len(cached_tokens) > len(PROMPT)
 
 
-async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(
-    caplog: pytest.LogCaptureFixture, autojump_clock: Any
-) -> None:
+async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(caplog, autojump_clock):
     prompt = list(range(1, 41))
     draft = TrainedDraft(lambda history, staleness: truthful(history))
     async with simulated(RecordingTarget(truthful), draft, draft_price=priced(prefill=0.25)) as simulation:
@@ -239,9 +231,7 @@ async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(
 
 @sweep("cache", ["can be trimmed", "recurrent"])
 @sweep("lookahead", [0, 3])
-async def test_a_text_whose_round_fails_just_as_it_is_cancelled_is_not_kept(
-    cache: str, lookahead: int, autojump_clock: Any
-) -> None:
+async def test_a_text_whose_round_fails_just_as_it_is_cancelled_is_not_kept(cache, lookahead, autojump_clock):
     target = ScriptedModel(truthful, fails={"check": {2}}, **CACHES[cache])
     async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
         with trio.move_on_after(9.0):  # in the first pass after that over the prompt
@@ -263,9 +253,7 @@ async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any
 
 
 @sweep("call, nth, error", [("check", 5, None), ("reuse", 1, "reuse 1 failed"), ("check", 4, "check 4 failed")])
-async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
-    call: str, nth: int, error: str | None, autojump_clock: Any
-) -> None:
+async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(call, nth, error, autojump_clock):
     """In a round, as it is put away (after four tokens), or as it is taken."""
     target = ScriptedModel(truthful, fails={call: {nth}})
     async with simulated(target) as simulation:

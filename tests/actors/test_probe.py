@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -118,9 +117,7 @@ TOO_SMALL = "phi3small with a vocab_size of 1000.* at least 100352"
 
 
 @sweep("vocab_size, says", [(1000, TOO_SMALL), (100_352, "cannot load target")])
-async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(
-    vocab_size: int, says: str, tmp_path: Path
-) -> None:
+async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(vocab_size, says, tmp_path):
     # There are no weights in the file, so nothing can have been loaded.
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": vocab_size}))

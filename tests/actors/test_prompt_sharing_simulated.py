@@ -46,9 +46,7 @@ def num_read(simulation: Simulation, actor: str = "target") -> int:
 # --- who shares -----------------------------------------------------------------------------------
 @every_cache
 @sweep("lookahead", [0, 3, "auto"])
-async def test_a_prompt_of_four_sessions_is_read_once_by_each_model(
-    lookahead: Any, cache: dict[str, Any], autojump_clock: Any
-) -> None:
+async def test_a_prompt_of_four_sessions_is_read_once_by_each_model(lookahead, cache, autojump_clock):
     async with simulated(*pair_with(cache)) as simulation:
         texts = await simulation.runtime.generate_many([PROMPT] * 4, lookahead=lookahead, **ASKED)
         assert [ids(text.tokens) for text in texts] == [continuation(PROMPT, 8)] * 4
@@ -64,9 +62,7 @@ async def test_a_prompt_of_four_sessions_is_read_once_by_each_model(
 
 
 @pytest.mark.parametrize("others", [{"reuse_prefix": False}, {"lookahead": 0}])
-async def test_sessions_that_are_opened_otherwise_or_want_no_cache_read_by_themselves(
-    others: dict[str, Any], autojump_clock: Any
-) -> None:
+async def test_sessions_that_are_opened_otherwise_or_want_no_cache_read_by_themselves(others, autojump_clock):
     async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         asked = {**ASKED, "lookahead": 3}
         texts = await simulation.runtime.generate_many([(PROMPT, asked), (PROMPT, {**asked, **others})])
@@ -76,9 +72,7 @@ async def test_sessions_that_are_opened_otherwise_or_want_no_cache_read_by_thems
 
 
 @sweep("prompts, read", [([[*PROMPT, last] for last in (1, 2, 3)], len(PROMPT)), ([[7]] * 3, 0)])
-async def test_prompts_that_differ_in_their_last_token_share_the_rest(
-    prompts: list[list[int]], read: int, autojump_clock: Any
-) -> None:
+async def test_prompts_that_differ_in_their_last_token_share_the_rest(prompts, read, autojump_clock):
     async with simulated(*pair_with(CACHES["recurrent"])) as simulation:
         texts = await simulation.runtime.generate_many(prompts, lookahead=3, **ASKED)
         assert [ids(text.tokens) for text in texts] == [continuation(prompt, 8) for prompt in prompts]

@@ -1,11 +1,9 @@
 """A drafter that rests is not told of each round, and rests longer while it would not pay to begin again."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import attrs
-import mlx.nn as nn
 import pytest
 import trio
 from delays import RestingPolicy
@@ -183,9 +181,7 @@ ONCE, TWICE, AGAIN = (True, False, False, False), (False, False, True, True, Fal
     ("build", "rewind", "turns"),
     [(llama, "none", ONCE), (mamba, "auto", AGAIN), (lambda: gemma3_text(window=16), "auto", TWICE)],
 )
-async def test_the_greedy_text_goes_on_through_every_rest(
-    build: Callable[[], nn.Module], rewind: str, turns: tuple[bool, ...]
-) -> None:
+async def test_the_greedy_text_goes_on_through_every_rest(build, rewind, turns):
     target, prompt = build(), prompt_of(9)
     async with runtime.open((target, None), (near(target, noise=0.03), None), rewind=rewind) as rt:
         draft: Any = rt._draft

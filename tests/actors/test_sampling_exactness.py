@@ -226,9 +226,7 @@ def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
 
 
 @pytest.mark.slow
-def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap(monkeypatch):
     # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
     (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
@@ -242,9 +240,7 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
 
 
 @pytest.mark.slow
-def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted(monkeypatch):
     # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
 
@@ -278,9 +274,7 @@ def test_where_passes_over_drafted_tokens_fail_texts_have_the_targets_distributi
 # --- a drafter with another rule ------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize(("acceptance", "draft_temperature"), [("rejection", 0.0), ("rejection", 0.4), ("match", 3.0)])
-def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distribution(
-    acceptance: str, draft_temperature: float
-) -> None:
+def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distribution(acceptance, draft_temperature):
     settings: dict[str, Any] = {"acceptance": acceptance, "draft_temperature": draft_temperature, "temperature": 0.7}
     tokens = run(lambda: sample(2 * NUM_SESSIONS, target(), drafter(), max_tokens=5, lookahead=2, **settings))
     texts, table = [ids(text) for text in tokens], at_temperature(TARGET, 0.7)

@@ -211,9 +211,7 @@ def test_tokens_that_are_not_computed_yet_are_read_in_one_pass(name: str, shared
 
 
 @pytest.mark.parametrize(("name", "shares"), [("llama", True), ("mamba", False)])
-async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called_shared(
-    name: str, shares: bool
-) -> None:
+async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called_shared(name, shares):
     events: list[Event] = []
     async with runtime.open((build(name), None), trace=events.append) as rt:
         await rt.generate_many([[1, 2, 3], [4, 5, 6, 7], [8, 9]], max_tokens=24, ignore_eos=True)
@@ -307,9 +305,7 @@ def test_an_id_beyond_the_vocabulary_is_read_as_the_last_id(beyond: int) -> None
         assert mx.array_equal(found, expected)
 
 
-def test_a_text_whose_caches_cannot_be_taken_out_of_a_batch_is_lost_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_whose_caches_cannot_be_taken_out_of_a_batch_is_lost_and_the_others_go_on(monkeypatch):
     wrapped = MLXModel(build("llama"), CacheOptions())
     texts = [wrapped.open_sequence(beside_another=False) for _ in range(3)]
     for text in texts:

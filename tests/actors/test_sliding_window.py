@@ -72,9 +72,7 @@ widths = st.one_of(st.just(1), st.integers(2, 9), st.integers(60, 130))
     steps=st.lists(st.tuples(st.lists(widths, min_size=1, max_size=4), st.floats(0, 1)), min_size=1, max_size=14),
     data=st.data(),
 )
-def test_each_token_sees_its_window_whatever_was_fed_and_trimmed(
-    num_visible: int, steps: Any, data: st.DataObject
-) -> None:
+def test_each_token_sees_its_window_whatever_was_fed_and_trimmed(num_visible, steps, data):
     reader = Reader(SlidingWindowCache(num_visible))
     for passes, share in steps:
         length, num_tokens = len(reader.text), sum(passes)
@@ -305,9 +303,7 @@ def feed_rows(rows: Any, lengths: list[int], widths: list[int]) -> None:
 
 @sweep("rewound_to", [300, 301, 320])
 @sweep("widths", [(20, 80), (20, 1), (20, 20)])
-def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
-    widths: tuple[int, int], rewound_to: int
-) -> None:
+def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(widths, rewound_to):
     window = SlidingWindowCache(8)
     rows = kind_of(window).row_cache(window)
     readers = [Reader(SlidingWindowCache(8)) for _ in range(2)]

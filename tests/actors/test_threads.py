@@ -118,9 +118,7 @@ class FakeDevices:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "acceptance": "rejection"}], ids=["match", "rejection"])
-async def test_no_thread_of_a_runtime_writes_the_default_device(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_thread_of_a_runtime_writes_the_default_device(options, monkeypatch):
     target, draft = llama(), llama(seed=1)
     devices = FakeDevices(monkeypatch)
     async with runtime.open((target, None), (draft, None)) as rt:

@@ -109,9 +109,7 @@ def test_prices_that_cannot_be_are_measured_again() -> None:
     ("slope", "context_length", "widest"),
     [(0.0, None, 64), (0.25, None, 32), (0.33, None, 16), (1.0, None, 8), (0.0, 128, 16)],
 )
-def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(
-    slope: float, context_length: int | None, widest: int
-) -> None:
+def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(slope, context_length, widest):
     pair = ScriptedModel(truthful, context_length=context_length), ScriptedModel(truthful)
     prices = run(lambda: warmed_up(*pair, slope=slope))
     assert [rows for rows, _ in prices.verify.table()] == [w for w in (*TARGET_WIDTHS, *WIDE_WIDTHS) if w <= widest]

@@ -479,9 +479,7 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
 
 
 @on_every_face
-async def test_a_stream_that_nobody_reads_warns_and_ends_and_no_other_warns(
-    open: Any, caught: list[warnings.WarningMessage]
-) -> None:
+async def test_a_stream_that_nobody_reads_warns_and_ends_and_no_other_warns(open, caught):
     caught.clear()
     async with within(open((target(), None))) as rt:
         stream = rt.stream(PROMPT)

@@ -42,9 +42,7 @@ def distilled(
     return [line.removeprefix("outrider: ") for line in printed.err.splitlines()]
 
 
-def test_the_best_drafter_is_shown_by_category(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_drafter_is_shown_by_category(tmp_path, capfd, monkeypatch):
     async def training(on_evaluation: Any) -> None:
         on_evaluation(evaluation(0.875, is_best=True))
         on_evaluation(evaluation(0.5, is_best=False))
@@ -60,9 +58,7 @@ def test_the_best_drafter_is_shown_by_category(
     assert last == f"the drafter is in {tmp_path}"
 
 
-def test_a_training_that_cannot_be_saved_after_a_signal_says_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_cannot_be_saved_after_a_signal_says_so(tmp_path, capfd, monkeypatch):
     async def training(on_evaluation: Any) -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)

@@ -113,9 +113,7 @@ async def test_held_out_text_counts_in_the_minutes(three_held_out: DistillOption
     assert 57 / 60 <= seen[-1].minutes <= 1.0
 
 
-async def test_an_evaluation_takes_a_small_part_of_a_limited_time(
-    three_held_out: DistillOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_evaluation_takes_a_small_part_of_a_limited_time(three_held_out, monkeypatch):
     monkeypatch.setattr(distillation, "EVALUATION_SHARE", 2 / 60)
     seen = await train(three_held_out, num_evaluations=1)
     assert seen[0].minutes == round(8 / 60, 2)
@@ -152,9 +150,7 @@ async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOpti
     )
 
 
-async def test_a_batch_that_takes_long_is_learnt_in_parts(
-    options: DistillOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_that_takes_long_is_learnt_in_parts(options, monkeypatch):
     clock, said = Clock(), list[str]()
     monkeypatch.setattr(training, "time", clock)  # a part takes a second
     monkeypatch.setattr(distillation, "PART_S", 1.0)
@@ -200,9 +196,7 @@ async def test_an_output_folder_that_cannot_be_made_is_named(options: DistillOpt
         await train(attrs.evolve(options, out=options.data[0] / "drafter"), num_evaluations=1)
 
 
-async def test_a_full_disk_leaves_what_was_saved_before(
-    options: DistillOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_leaves_what_was_saved_before(options, monkeypatch):
     def files() -> list[Path]:
         return [file for file in options.out.rglob("*") if file.is_file() and file.parent.name != "states"]
 

@@ -100,9 +100,7 @@ def test_a_file_that_is_cut_off_is_written_again(target: Counting, tmp_path: Pat
 
 
 @sweep("what", ["reserved", "full", "no folder"])
-def test_a_disk_without_room_ends_no_training(
-    what: str, target: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_ends_no_training(what, target, tmp_path, monkeypatch):
     if what == "reserved":
         monkeypatch.setattr(hidden_states, "RESERVED_BYTES", shutil.disk_usage(tmp_path).total)
     elif what == "full":
@@ -121,9 +119,7 @@ def test_a_disk_without_room_ends_no_training(
     assert what == "no folder" or not any((tmp_path / "states").iterdir())
 
 
-def test_files_that_are_slower_than_the_target_are_not_read(
-    target: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_slower_than_the_target_are_not_read(target, tmp_path, monkeypatch):
     load = StateFiles.load
 
     def slow(kept: StateFiles, *args: Any) -> mx.array | None:

@@ -78,9 +78,7 @@ UNNAMED = "draft_rank=1 is where a draft model is loaded, and none is named"
         ("auto", 1, UNNAMED),
     ],
 )
-def test_a_rank_that_cannot_draft_is_refused(
-    group: Any, monkeypatch: Any, draft: str | None, draft_rank: Any, expected: str
-) -> None:
+def test_a_rank_that_cannot_draft_is_refused(group, monkeypatch, draft, draft_rank, expected):
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     with pytest.raises(SettingsError, match=expected):
         check_group(group, "owner/name", draft, draft_rank=draft_rank)
@@ -96,9 +94,7 @@ def test_rank_0_may_be_named(group: Any) -> None:
 
 
 @sweep("before, draft_rank, given", [(None, 1, 1), (1, None, None), (1, 0, None)])
-def test_ranks_that_are_connected_stay_so(
-    group: Any, monkeypatch: Any, before: int | None, draft_rank: int | None, given: int | None
-) -> None:
+def test_ranks_that_are_connected_stay_so(group, monkeypatch, before, draft_rank, given):
     monkeypatch.setattr(rank_address, "_hosts", lambda _: [["a:1"], ["b:1"], ["c:1"]])
     group.mlx, group._mlx_without = object(), before
     expected = f"the ranks were connected with draft_rank={before}, .* got draft_rank={given}"

@@ -126,9 +126,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, arguments: tuple[str, ...], 
     [(signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
     ids=["SIGTERM to rank 0", "Ctrl-C in the terminal of all"],
 )
-def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(
-    number: signal.Signals, told: tuple[int, ...], tmp_path: Path
-):
+def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(number, told, tmp_path):
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     model = save(tmp_path / "model", llama(**config))
     asked: dict[str, Any] = {"prompt": "w1 w2 w3", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}

@@ -83,9 +83,7 @@ async def test_the_drafter_trained_for_the_demo_target_is_taken(lines: list[str]
     assert line.endswith("on this disk, EAGLE-3, trained for a model of this shape)")
 
 
-async def test_a_model_in_the_cache_is_taken_and_nobody_asks_the_network(
-    target: str, cache: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_in_the_cache_is_taken_and_nobody_asks_the_network(target, cache, lines, monkeypatch):
     repository = cache / "models--org--small"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("a" * 40)
@@ -138,9 +136,7 @@ async def test_a_process_of_its_own_loads_what_is_taken(target: str, lines: list
 
 
 # --- none -----------------------------------------------------------------------------------------
-async def test_where_nothing_fits_or_nothing_that_fits_can_be_loaded_texts_are_plain(
-    target: str, lines: list[str]
-) -> None:
+async def test_where_nothing_fits_or_nothing_that_fits_can_be_loaded_texts_are_plain(target, lines):
     save(Path(target).parent / "other", llama(), word="v")
     save(Path(target).parent / "as-large", large())
     for name in ("small", "smaller"):

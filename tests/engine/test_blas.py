@@ -71,9 +71,7 @@ async def said_of(dtype: mx.Dtype, caplog: pytest.LogCaptureFixture) -> list[str
     return [message for message in caplog.messages if "BLAS" in message]
 
 
-async def test_one_line_of_a_process_advises_float32_on_a_cpu_to_have_a_faster_blas(
-    advised: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_line_of_a_process_advises_float32_on_a_cpu_to_have_a_faster_blas(advised, caplog, monkeypatch):
     assert await said_of(mx.bfloat16, caplog) == []
     (advice,) = await said_of(mx.float32, caplog)
     for part in ("ten times sooner", "install libopenblas0-pthread", f"set {VARIABLE}=openblas", "--blas openblas"):

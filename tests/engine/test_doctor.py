@@ -123,9 +123,7 @@ def test_a_model_alone_is_told_what_could_draft_for_it(capsys: pytest.CaptureFix
     assert "--draft ngram" in conclusion
 
 
-def test_a_default_target_that_lookup_drafts_for_is_examined_alone(
-    capsys: pytest.CaptureFixture[str], target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_default_target_that_lookup_drafts_for_is_examined_alone(capsys, target, monkeypatch):
     named = NamedModel("smollm2", Path(target), "ngram", "a chat model")
     monkeypatch.setattr(named_models, "_smollm2", lambda: named)
     assert cli.main(["doctor"]) == 0
@@ -143,9 +141,7 @@ def test_a_model_as_its_own_drafter(capsys: pytest.CaptureFixture[str], target: 
     assert found["pair"]["vocabularies"] == f"the same, {VOCAB_SIZE} tokens"
 
 
-def test_different_vocabularies_are_said_to_be_different(
-    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path
-) -> None:
+def test_different_vocabularies_are_said_to_be_different(capsys, target, tmp_path):
     found = doctor(capsys, target, "--draft", save(tmp_path / "draft", llama(seed=1), word="v"))
     assert found["pair"]["vocabularies"].startswith("DIFFERENT: ")
     assert f"{VOCAB_SIZE} of {VOCAB_SIZE} ids differ (id 0 is 'w0' and 'v0'" in found["pair"]["vocabularies"]
@@ -261,9 +257,7 @@ async def test_the_cost_of_width_is_the_same_figure_in_the_table_and_the_conclus
     assert rows(diagnosis, "conclusion")["note"].startswith("each further token of a pass costs 31% of the first")
 
 
-def test_a_busy_machine_is_said_at_the_start_and_in_the_report(
-    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_busy_machine_is_said_at_the_start_and_in_the_report(target, monkeypatch, capsys):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert "load" not in doctor(capsys, target)["machine"]
     monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0))

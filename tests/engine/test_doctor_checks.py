@@ -117,9 +117,7 @@ def see_other_rows_padding(patch: Patch) -> None:
     ],
     ids=lambda each: each.__name__,
 )
-def test_a_check_fails_on_a_runtime_that_is_broken(
-    check: Callable[[Subject], Any], break_it: Callable[[Patch], None], subject: Subject, monkeypatch: Patch
-) -> None:
+def test_a_check_fails_on_a_runtime_that_is_broken(check, break_it, subject, monkeypatch):
     for families in ("FAMILIES", "ROW_FAMILIES"):
         monkeypatch.setattr(checks, families, ("llama",))
     with monkeypatch.context() as patch:
@@ -154,9 +152,7 @@ def wrong(_: Subject) -> Iterator[str]:
     raise RuntimeError("no such kernel at /home/somebody/model")
 
 
-def test_a_check_that_fails_is_named_and_the_status_says_so(
-    pair: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Any
-) -> None:
+def test_a_check_that_fails_is_named_and_the_status_says_so(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checks, "CHECKS", {"texts are right": right, "bits are right": wrong})
     printed = ran(capsys, *pair, "--check", "--report", str(tmp_path / "mine"), status=1)
     assert "passed  texts are right\nFAILED  bits are right; the check ended with RuntimeError" in printed.out
@@ -166,9 +162,7 @@ def test_a_check_that_fails_is_named_and_the_status_says_so(
     assert said["results"]["checks"][1][1].endswith("RuntimeError: no such kernel at <path>")
 
 
-def test_auto_is_simulated_with_a_reports_price_tables(
-    pair: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Any
-) -> None:
+def test_auto_is_simulated_with_a_reports_price_tables(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
     ran(capsys, *pair, "--report", str(tmp_path / "my.mac"))
     read = all_tables(tmp_path / "my.json")

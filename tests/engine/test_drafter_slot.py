@@ -244,9 +244,7 @@ async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedMo
 @sweep("lookahead", [2, "auto"])
 @sweep("kind", ["model", "ngram"])
 @sweep("every", [31, pytest.param(13, marks=pytest.mark.slow)])
-def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
-    every: int, kind: str, lookahead: Any
-) -> None:
+def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(every, kind, lookahead):
     def draft() -> Any:
         return "ngram" if kind == "ngram" else ScriptedModel(agreeing(0.6))
 
@@ -277,9 +275,7 @@ async def test_a_drafter_that_is_released_late_leaves_the_next_ones_features(tmp
 
 
 @sweep("widths", [range(6, 99), range(1, 6)])  # of a pass over the prompt; of a round
-async def test_a_trained_drafter_can_be_detached_during_a_pass(
-    widths: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trained_drafter_can_be_detached_during_a_pass(widths, tmp_path, monkeypatch):
     write_eagle3(tmp_path, target())
     inside, released, layer = threading.Event(), threading.Event(), target().layers[0]
     call = type(layer).__call__

@@ -21,9 +21,7 @@ MINE = {"MLX_MAX_OPS_PER_BUFFER": "50", "MLX_ENABLE_CACHE_THRASHING_CHECK": "1"}
 
 
 @sweep(("environment", "expected"), [({}, VALUES), (MINE, VALUES | MINE), ({VARIABLE: "0"}, dict.fromkeys(VALUES))])
-def test_importing_sets_variables_that_a_user_has_not_set_without_importing_mlx(
-    environment: dict[str, str], expected: dict[str, str | None]
-) -> None:
+def test_importing_sets_variables_that_a_user_has_not_set_without_importing_mlx(environment, expected):
     inherited = {name: value for name, value in os.environ.items() if name not in (*VALUES, VARIABLE)}
     code = "import runtime, sys, os, json; assert 'mlx.core' not in sys.modules; print(json.dumps(dict(os.environ)))"
     done = subprocess.run([sys.executable, "-c", code], env=inherited | environment, stdout=subprocess.PIPE, check=True)
@@ -45,9 +43,7 @@ MLX_LM_S = (2048, 4096)  # what mlx-lm sets
         ((NO_LIMIT, NO_LIMIT), (NO_LIMIT, NO_LIMIT)),
     ],
 )
-def test_an_import_raises_the_limit_as_far_as_it_may_and_sets_others(
-    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int]
-) -> None:
+def test_an_import_raises_the_limit_as_far_as_it_may_and_sets_others(monkeypatch, before, after):
     limits = {resource.RLIMIT_NOFILE: before, resource.RLIMIT_CORE: (9, 9)}
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)

@@ -80,9 +80,7 @@ async def limited(limit: int, *models: ScriptedModel, **options: Any) -> AsyncIt
 
 # --- waiting ----------------------------------------------------------------------------------------
 @sweep(("max_streams", "reuse_prefix"), [(None, False), (5, False), (None, True)])
-async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(
-    max_streams: int | None, reuse_prefix: bool, autojump_clock: Any
-) -> None:
+async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(max_streams, reuse_prefix, autojump_clock):
     limit = 8 * bytes_of(9 + 12)
     async with limited(limit, *pair(), max_streams=max_streams) as simulation:
         rt = simulation.runtime
@@ -174,9 +172,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_with_the_sizes_before_any_
 
 
 @sweep("max_tokens", [None, 500, 41])
-async def test_a_text_ends_where_it_would_not_fit_alone_as_with_the_context(
-    max_tokens: int | None, autojump_clock: Any
-) -> None:
+async def test_a_text_ends_where_it_would_not_fit_alone_as_with_the_context(max_tokens, autojump_clock):
     async with limited(5000, ScriptedModel(truthful, bytes_per_token=100)) as simulation:
         completion = await simulation.runtime.generate([1] * 10, max_tokens=max_tokens)
         assert [token.id for token in completion.tokens] == continuation([1] * 10, 40)
@@ -205,9 +201,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_steps")
 @sweep(("lookahead", "num_streams"), [(0, 3), (3, 3), (0, 6), ("auto", 4)])
-async def test_texts_that_grow_wait_and_give_way_and_none_is_lost(
-    lookahead: Any, num_streams: int, autojump_clock: Any
-) -> None:
+async def test_texts_that_grow_wait_and_give_way_and_none_is_lost(lookahead, num_streams, autojump_clock):
     limit = bytes_of(1 + 200, drafted=lookahead != 0) + num_streams * DRAFT_BYTES * (200 + DRAFT_SPARE)
     async with limited(limit, *pair()[: 1 + (lookahead != 0)]) as simulation:
         streams = [simulation.runtime.stream([n], max_tokens=150, lookahead=lookahead) for n in range(num_streams)]
@@ -252,9 +246,7 @@ async def test_prefixes_make_room_for_a_text_that_grows(autojump_clock: Any) -> 
         assert len(kept) == 0
 
 
-async def test_prefixes_make_room_before_a_stream_waits_but_not_for_the_one_that_reuses_them(
-    autojump_clock: Any,
-) -> None:
+async def test_prefixes_make_room_before_a_stream_waits_but_not_for_the_one_that_reuses_them(autojump_clock):
     async with limited(bytes_of(200, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
         rt = simulation.runtime
         for n in (1, 2):
@@ -349,9 +341,7 @@ async def test_runtimes_of_one_process_share_the_limit(autojump_clock: Any) -> N
 
 @pytest.mark.usefixtures("small_steps")
 @sweep("num_streams", [(1, 1), (2, 1), (3, 3)])
-async def test_texts_of_two_runtimes_that_grow_wait_for_each_other_and_none_is_lost(
-    num_streams: tuple[int, int], autojump_clock: Any
-) -> None:
+async def test_texts_of_two_runtimes_that_grow_wait_for_each_other_and_none_is_lost(num_streams, autojump_clock):
     limit = bytes_of(200, drafted=False)
     texts: list[list[int]] = []
 

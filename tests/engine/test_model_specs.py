@@ -96,9 +96,7 @@ async def test_weights_are_quantised_as_mlx_lm_quantises_them(where: Path, quant
     assert await text(runtime.ModelSpec(where, quantize=quantize)) == expected
 
 
-async def test_an_adapter_on_quantised_weights_is_on_them_after_they_were_quantised(
-    where: Path, tmp_path: Path
-) -> None:
+async def test_an_adapter_on_quantised_weights_is_on_them_after_they_were_quantised(where, tmp_path):
     adapter = an_adapter(tmp_path / "adapter")
     model, _, config = mlx_lm.load(str(where), return_config=True)
     with redirect_stdout(io.StringIO()):
@@ -230,9 +228,7 @@ def test_a_spec_says_what_is_wrong_with_it(options: dict[str, Any], said: str) -
         ({"revision": "main"}, runtime.SettingsError, "revision is of a hub id"),
     ],
 )
-async def test_what_is_not_there_is_said_before_anything_is_loaded(
-    where: Path, options: dict[str, Any], error: type[Exception], said: str
-) -> None:
+async def test_what_is_not_there_is_said_before_anything_is_loaded(where, options, error, said):
     (where / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no weights
     for models in ((runtime.ModelSpec(where, **options),), (where, runtime.ModelSpec(where, **options))):
         with pytest.raises(error, match=said):

@@ -90,9 +90,7 @@ async def test_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> 
         assert "*.safetensors" in files[2]
 
 
-async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle"}))
     hub = FakeHub(tmp_path, monkeypatch)
     with pytest.raises(runtime.ModelError, match=r"draft 'org/head' is a drafter .* of the kind EAGLE,"):

@@ -83,9 +83,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("written", "memory"), [(None, 100_000), ("max\n", 100_000), ("60000\n", 60_000)])
-def test_the_memory_of_a_cpu_is_that_of_the_container_or_the_machine(
-    written: str | None, memory: int, machine: Path
-) -> None:
+def test_the_memory_of_a_cpu_is_that_of_the_container_or_the_machine(written, memory, machine):
     if written is not None:
         machine.write_text(written)
     assert device.physical_memory() == memory

@@ -57,9 +57,7 @@ CUT = None  # there
         ("blk.0.attn_q.weight", 20, struct.pack("<I", 12), r"the shape \[64, 64\], in blocks of 256 \(Q4_K\)"),
     ],
 )
-def test_a_file_that_is_cut_off_or_damaged_says_where(
-    place: str | None, further: int, written: bytes | None, complaint: str, whole: bytes, tmp_path: Path
-) -> None:
+def test_a_file_that_is_cut_off_or_damaged_says_where(place, further, written, complaint, whole, tmp_path):
     begin = further if place is None else end_of(whole, place) + further
     changed = b"" if written is CUT else written + whole[begin + len(written) :]
     (file := tmp_path / "bad.gguf").write_bytes(whole[:begin] + changed)
@@ -141,9 +139,7 @@ class Hub:
         raise FileNotFoundError("config.json")
 
 
-async def test_a_repository_with_one_file_is_that_model(
-    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_repository_with_one_file_is_that_model(whole, tmp_path, monkeypatch):
     hub = Hub(tmp_path, monkeypatch)
     (tmp_path / "one.gguf").write_bytes(whole)
     async with runtime.open(runtime.ModelSpec("owner/name", revision="v1")) as rt:

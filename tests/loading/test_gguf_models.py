@@ -135,9 +135,7 @@ def test_phi_3_takes_long_factors_from_tensors(tmp_path: Path) -> None:
         ("gemma2", "Q4_0", True, "float32"),
     ],
 )
-def test_dtype_suits_device_and_family(
-    family: str, type: str, on_cpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dtype_suits_device_and_family(family, type, on_cpu, expected, tmp_path, monkeypatch):
     model, kind = gguf_files.model_of(family), GGMLQuantizationType[type]
     types = {name: kind for name, values in gguf_files.tensors_of(family, model).items() if values.ndim > 1}
     file = gguf_files.write_model(tmp_path / "model.gguf", family, model, types=types)
@@ -179,9 +177,7 @@ def test_quantize_quantises_what_the_file_has_as_floats(tmp_path: Path) -> None:
         ("qwen2", {"qwen2.rope.scaling.type": "x", "qwen2.rope.scaling.factor": 2.0}, (), "rope.scaling.type 'x'; kn"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(
-    family: str, changes: Any, without: Any, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_loaded_is_named(family, changes, without, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = gguf_files.write_model(
         tmp_path / "model.gguf", family, gguf_files.model_of(family), changes=changes, without=without

@@ -75,9 +75,7 @@ def test_a_drafter_for_smollm2_is_bundled() -> None:
 
 
 @pytest.mark.parametrize(("flags", "draft"), [([], "ngram"), (["--draft", "none"], None), (["--draft", "x"], "x")])
-def test_a_command_drafts_as_asked_and_else_as_the_named_target_says(
-    flags: list[str], draft: str | None, package: Path
-) -> None:
+def test_a_command_drafts_as_asked_and_else_as_the_named_target_says(flags, draft, package):
     from runtime.cli.arguments.models import models_of
     from runtime.cli.main import _parser
 

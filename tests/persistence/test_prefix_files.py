@@ -57,9 +57,7 @@ def cache_of(rt: runtime.Runtime) -> DiskPrefixCache:
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-async def test_a_text_is_continued_after_a_restart_from_what_was_cached_before(
-    tmp_path: Path, model: Any, drafted: bool
-) -> None:
+async def test_a_text_is_continued_after_a_restart_from_what_was_cached_before(tmp_path, model, drafted):
     prompt, folder = prompt_of(80), tmp_path / "made" / "here"
     draft = (llama(2), None) if drafted else None
     async with runtime.open((model, None), draft, prefix_cache_dir=folder) as rt:
@@ -87,9 +85,7 @@ async def text(tmp_path: Path, model: Any) -> list[int]:
         return (await answer(rt, PROMPT))[0]
 
 
-async def test_what_a_cancelled_request_has_brought_back_is_kept(
-    tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_cancelled_request_has_brought_back_is_kept(tmp_path, model, text, monkeypatch):
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
         await until_in_trio(lambda: cache_of(rt)._stored != {})
         fill = saved_sequence.fill
@@ -107,9 +103,7 @@ async def test_what_a_cancelled_request_has_brought_back_is_kept(
         assert await answer(rt, PROMPT) == (text, len(PROMPT) - 1)
 
 
-async def test_what_is_not_the_text_of_its_index_is_closed(
-    tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_not_the_text_of_its_index_is_closed(tmp_path, model, text, monkeypatch):
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
         await until_in_trio(lambda: cache_of(rt)._stored != {})
         fill, closed = saved_sequence.fill, []
@@ -167,9 +161,7 @@ async def test_streams_go_on_while_a_file_is_written(tmp_path: Path, model: Any,
     assert len(stored_in(tmp_path)) == 2
 
 
-async def test_what_waits_for_a_slow_disk_is_within_the_memory_of_the_cache_and_one_text(
-    tmp_path: Path, model: Any, slow_disk: SlowDisk
-) -> None:
+async def test_what_waits_for_a_slow_disk_is_within_the_memory_of_the_cache_and_one_text(tmp_path, model, slow_disk):
     begun, may_end = slow_disk
     max_bytes = 300_000
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=max_bytes) as rt:
@@ -192,9 +184,7 @@ async def test_what_waits_for_a_slow_disk_is_within_the_memory_of_the_cache_and_
     assert num_entries[-1] + 1 <= len(stored_in(tmp_path)) < 12
 
 
-async def test_what_the_bound_has_deleted_is_forgotten_and_written_again(
-    tmp_path: Path, model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_the_bound_has_deleted_is_forgotten_and_written_again(tmp_path, model, caplog):
     bounds = {"prefix_cache_bytes": 100_000, "prefix_cache_dir_bytes": 60_000}
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, **bounds) as rt:
         cache = cache_of(rt)
@@ -207,9 +197,7 @@ async def test_what_the_bound_has_deleted_is_forgotten_and_written_again(
     assert "left out" not in caplog.text
 
 
-async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_writes_there(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_writes_there(tmp_path, model, monkeypatch):
     async def never(_: DiskPrefixCache) -> None:
         await trio.sleep_forever()
 
@@ -231,9 +219,7 @@ async def test_models_that_share_a_folder_find_their_own(tmp_path: Path, model: 
         assert await answer(rt, PROMPT) == (greedy(others[1][0], PROMPT, NUM_TOKENS), len(PROMPT) - 1)
 
 
-async def test_what_another_process_has_deleted_is_read_again_without_a_warning(
-    tmp_path: Path, model: Any, text: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_another_process_has_deleted_is_read_again_without_a_warning(tmp_path, model, text, caplog):
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
         await until_in_trio(lambda: cache_of(rt)._stored != {})
         stored_in(tmp_path)[0].unlink()
@@ -241,9 +227,7 @@ async def test_what_another_process_has_deleted_is_read_again_without_a_warning(
     assert "left out" not in caplog.text
 
 
-async def test_a_prefix_that_finds_no_memory_stays_on_the_disk(
-    tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prefix_that_finds_no_memory_stays_on_the_disk(tmp_path, model, text, monkeypatch):
     def put_state(*_: Any) -> None:
         raise RuntimeError("[malloc_or_wait] Unable to allocate 1 bytes.")
 
@@ -255,9 +239,7 @@ async def test_a_prefix_that_finds_no_memory_stays_on_the_disk(
 
 
 @pytest.mark.parametrize("cut", [0, 100, -1])
-async def test_a_damaged_file_is_left_out_and_the_text_is_right(
-    tmp_path: Path, model: Any, text: list[int], cut: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_damaged_file_is_left_out_and_the_text_is_right(tmp_path, model, text, cut, caplog):
     [path] = stored_in(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=0) as rt:

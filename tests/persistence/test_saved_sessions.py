@@ -219,9 +219,7 @@ async def next_turn(path: Path | io.BytesIO, **options: Any) -> runtime.Completi
         return await (await rt.load(path)).generate(SAID[1])
 
 
-async def test_another_draft_is_refused_and_named_unless_any_will_do(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_another_draft_is_refused_and_named_unless_any_will_do(path, caplog):
     model, expected = llama(vocab_size=VOCAB_SIZE), ids(await next_turn(path))
     async with runtime.open((model, tokenizer()), (llama(7, vocab_size=VOCAB_SIZE), None)) as rt:
         message = await refusal(rt, path)
@@ -234,9 +232,7 @@ async def test_another_draft_is_refused_and_named_unless_any_will_do(
 
 
 @sweep("draft", [None, "ngram"])
-async def test_without_a_draft_model_its_cache_is_left_out(
-    path: Path, draft: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_a_draft_model_its_cache_is_left_out(path, draft, caplog):
     expected = await next_turn(path)
     async with runtime.open((llama(vocab_size=VOCAB_SIZE), tokenizer()), draft) as rt:
         with caplog.at_level(logging.INFO, "outrider"):
@@ -348,9 +344,7 @@ async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) ->
 
 
 # --- moments --------------------------------------------------------------------------------------
-async def test_files_are_written_and_read_beside_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_are_written_and_read_beside_the_event_loop(tmp_path, monkeypatch):
     """Each save waits here for something that only another task can do."""
     path, entered, go_on = tmp_path / "session", trio.Event(), trio.Event()
     for name in ("write", "read"):
@@ -407,9 +401,7 @@ def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatc
 # thread, a check before the header and before each tensor, and one before the file is moved into place.
 @pytest.mark.slow
 @sweep("step", [0, 2, 4, 10, LAST_LOOK, LAST_LOOK + 1])
-async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
-    path: Path, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(path, step, monkeypatch):
     before = path.read_bytes()
     async with LLAMA.open() as rt:
         conversation = await rt.load(path)
@@ -502,9 +494,7 @@ def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path, capfd: 
 
 
 # --- the system says no ---------------------------------------------------------------------------
-async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed(path, monkeypatch):
     async with LLAMA.open() as rt:
 
         async def close_first(*_: Any) -> None:
@@ -554,9 +544,7 @@ async def hanging(monkeypatch: pytest.MonkeyPatch, rt: runtime.Runtime, name: st
 
 
 @sweep("name", LOADING)
-async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(
-    name: str, path: Path, monkeypatch: Any, caplog: Any
-) -> None:
+async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(name, path, monkeypatch, caplog):
     expected = ids(await next_turn(path))
     monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
     async with LLAMA.open() as rt:

@@ -139,9 +139,7 @@ NAMES = ["messages", "thinking", "settings", "num_processors", "cache_options", 
 @given(
     changes=st.dictionaries(st.sampled_from(NAMES), json_values), missing=st.sets(st.sampled_from(NAMES), max_size=1)
 )
-async def test_whatever_a_file_says_it_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], missing: set[str]
-) -> None:
+async def test_whatever_a_file_says_it_is_read_or_refused(tmp_path_factory, changes, missing):
     path = tmp_path_factory.mktemp("fuzz") / "session"
     sound = {
         "messages": [],

@@ -141,9 +141,7 @@ def test_a_read_can_be_cancelled(path: Path) -> None:
 
 @sweep("function", ["fsync", "replace", "fchmod"])
 @sweep("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS])
-def test_a_system_that_refuses_leaves_what_was_there(
-    written: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
-) -> None:
+def test_a_system_that_refuses_leaves_what_was_there(written, monkeypatch, function, number):
     before = written.read_bytes()
 
     def refuse(*_: Any) -> None:
@@ -396,9 +394,7 @@ entries = st.fixed_dictionaries(
     data=st.binary(max_size=80),
 )
 @example(tensors={}, metadata={"outrider_session": "1", "content": "{}"}, data=b"")
-def test_whatever_a_header_says_it_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any], metadata: dict[str, Any], data: bytes
-) -> None:
+def test_whatever_a_header_says_it_is_read_or_refused(tmp_path_factory, tensors, metadata, data):
     path = tmp_path_factory.mktemp("fuzz") / "session"
     checksum = header_for(len(data))["checksum"]
     path.write_bytes(forged({"__metadata__": metadata, **tensors, "checksum": checksum}, data))

@@ -42,9 +42,7 @@ def pid_of(rt: runtime.Runtime) -> int:
 
 
 @pytest.mark.slow
-async def test_texts_are_the_targets_until_the_process_is_killed_and_after(
-    pair: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_texts_are_the_targets_until_the_process_is_killed_and_after(pair, caplog):
     target, draft = pair
     with trio.fail_after(LIMIT_S):
         async with runtime.open(target, draft, draft_device="cpu") as rt:

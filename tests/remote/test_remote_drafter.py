@@ -185,9 +185,7 @@ GARBAGE = {
 
 
 @sweep(("name", "garbage"), [*(("greedy", each) for each in list(GARBAGE)[:-1]), ("rejection", list(GARBAGE)[-1])])
-async def test_a_drafter_that_is_lost_costs_no_token(
-    name: str, garbage: str, autojump_clock: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_drafter_that_is_lost_costs_no_token(name, garbage, autojump_clock, caplog):
     asked = {"max_tokens": NUM_TOKENS, "lookahead": 3, "ignore_eos": True, **SETTINGS[name]}
     async with opened(DRAFTERS["llama"]()) as (rt, (_, link)):
         found = []

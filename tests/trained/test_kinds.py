@@ -48,9 +48,7 @@ async def test_another_drafter_may_take_over_with_texts_that_were_read_without_i
             await check(rt, is_drafted=False)
 
 
-async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_recorded_of_texts_that_are_not_drafted(tmp_path, monkeypatch):
     target, taken = make("eagle3", tmp_path), []
     usual = FeatureRecorder.take
 
@@ -74,9 +72,7 @@ async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
 # Drafters that differ from another one only in their layers draw as that one does.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "mtp_deep", "dspark", "dflash2"])
-def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
     # Fewer tokens, and rows of one pass would be refused.
     num_sessions, num_tokens, temperature, vocab_size = 400, 3, 4.0, 16
@@ -135,9 +131,7 @@ MOST = {"medusa": 3, "dflash": BLOCK_SIZE - 1}
         *(pytest.param("mtp", family, [2], marks=pytest.mark.slow) for family in ("deepseek_v3", "mimo", "step3p5")),
     ],
 )
-async def test_greedy_texts_are_those_of_targets_of_every_family(
-    kind: str, family: str, lookaheads: list[Any], tmp_path: Path
-) -> None:
+async def test_greedy_texts_are_those_of_targets_of_every_family(kind, family, lookaheads, tmp_path):
     target = make(kind, tmp_path, family=family, vocab_size=SIZE)
     async with drafted(tmp_path, target) as rt:
         found = await check_greedy(rt, target, lookaheads)
@@ -155,9 +149,7 @@ async def test_greedy_texts_are_those_of_targets_of_every_family(
         pytest.param("gemma4", "gemma4_text", marks=pytest.mark.slow),
     ],
 )
-async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
-    kind: str, family: str, tmp_path: Path
-) -> None:
+async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(kind, family, tmp_path):
     target = make(kind, tmp_path, family=family, vocab_size=SIZE)
     text, proposals = await fresh_proposals(tmp_path, target, lookahead=3)
     drafter = TrainedDrafter(tmp_path, target, target_vocab_size=SIZE)
@@ -197,9 +189,7 @@ WIDER = "made for a target with 65 tokens, and this one has 64"
         ("mtp", {"vocab_size": 65}, "made for a target with vocab_size 65, and this one has 64"),
     ],
 )
-async def test_another_target_is_refused_with_what_differs(
-    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+async def test_another_target_is_refused_with_what_differs(kind, changes, said, tmp_path):
     target = make(kind, tmp_path / "its")
     make(kind, tmp_path / "other", **changes)
     with pytest.raises(runtime.ModelError, match=said):
@@ -222,9 +212,7 @@ async def test_an_embedding_without_some_of_the_targets_ids_is_refused(tmp_path:
         ("gemma4_text", {"layer_types": ["full_attention"] * 4}, "keys of a layer with sliding_attention, and this"),
     ],
 )
-async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(
-    family: str, changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(family, changes, said, tmp_path):
     make("gemma4", tmp_path)
     with pytest.raises(runtime.ModelError, match=said):
         await open_and_close((build(family, **changes), None), tmp_path)
@@ -232,9 +220,7 @@ async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(
 
 # --- variants of EAGLE-3 --------------------------------------------------------------------------
 @sweep("changes", [{"own_embedding": False}, {"eagle_config": {"use_aux_hidden_state": False}}])
-async def test_greedy_texts_are_the_targets_where_its_embedding_or_output_is_read(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+async def test_greedy_texts_are_the_targets_where_its_embedding_or_output_is_read(changes, tmp_path):
     target = make("eagle3", tmp_path, **changes)
     async with drafted(tmp_path, target) as rt:
         await check_greedy(rt, target, [3])

@@ -46,9 +46,7 @@ class _Runs:
 
 
 @sweep("content", [_Runs(), {"a": 1}, [1]])
-def test_a_file_of_torch_with_anything_but_tensors_is_refused(
-    content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_torch_with_anything_but_tensors_is_refused(content, tmp_path, capsys):
     with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
         archive.writestr("file/data.pkl", pickle.dumps(content))
     with pytest.raises(ValueError, match=r"file\.pt"):

@@ -110,9 +110,7 @@ def flat(name: str, target: Any, before: str = "") -> dict[str, mx.array]:
         ("qwen3_5", "language_model.mtp.", {"format": "mlx"}),
     ],
 )
-def test_a_folder_of_its_own_is_read_as_mlx_vlm_writes_it(
-    name: str, before: str, metadata: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_folder_of_its_own_is_read_as_mlx_vlm_writes_it(name, before, metadata, tmp_path):
     case, target = case_of(name), mtp_target_of(case_of(name))
     inner = json.loads((case / "config.json").read_text())
     model_type = "qwen3_5_mtp" if name.startswith("qwen") else f"{name}_mtp"
@@ -166,9 +164,7 @@ def test_a_family_without_layers_of_mtp_is_refused() -> None:
     ("name", "first", "second"),
     [("mimo", "model.mtp_layers.0.", "model.mtp_layers.1."), ("qwen3_5", "mtp.layers.0.", "mtp.layers.1.")],
 )
-def test_further_layers_that_nobody_chains_are_left_out_or_refused(
-    name: str, first: str, second: str, tmp_path: Path
-) -> None:
+def test_further_layers_that_nobody_chains_are_left_out_or_refused(name, first, second, tmp_path):
     case = case_of(name)
     target = mtp_target_of(case)
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))

@@ -263,9 +263,7 @@ async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(kin
     assert anew[0] == in_memory[0] == from_disk[0]
 
 
-async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
     folder, disk = tmp_path / "drafter", tmp_path / "disk"
     target, prompt = make("eagle3", folder), prompt_of(60, vocab_size=48)

@@ -115,9 +115,7 @@ def blocks(request: pytest.FixtureRequest) -> Blocks:
 
 
 @sweep("seed", range(3))
-def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_came(
-    subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_came(subject, seed, monkeypatch):
     # So that one text is read in several passes.
     monkeypatch.setattr(depth_sequence, "MAX_READ", 5)
     monkeypatch.setattr(depth_sequence, "MAX_READ_WITH_LOGITS", 3)
@@ -146,9 +144,7 @@ def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_
 
 
 @sweep("num_before", [0, 10])
-def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(
-    depths: Depths, num_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(depths, num_before, monkeypatch):
     monkeypatch.setattr(depth_sequence, "MAX_READ", 5)
     monkeypatch.setattr(depth_sequence, "MAX_READ_WITH_LOGITS", 3)
     sequence = depths.sequence()

@@ -94,9 +94,7 @@ def begun(drafter: TrainedDrafter, draws: random.Random) -> Text:
 
 @sweep("kind", [*SHARING, "eagle3 quantised", "eagle3 reduced"])
 @sweep("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_text_has_the_logits_that_it_has_alone_whatever_the_others_do(
-    kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_text_has_the_logits_that_it_has_alone_whatever_the_others_do(kind, seed, tmp_path, monkeypatch):
     kind, _, variant = kind.partition(" ")
     if variant == "reduced":
         target = make(kind, tmp_path, vocab_size=VOCAB_SIZE, draft_vocab_size=20)
@@ -188,9 +186,7 @@ def test_a_pass_that_fails_loses_its_rows_and_no_other_text(tmp_path: Path, monk
 
 
 @sweep("kind", SHARING)
-def test_a_text_whose_shared_pass_has_failed_goes_on_without_anything_of_it(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_whose_shared_pass_has_failed_goes_on_without_anything_of_it(kind, tmp_path, monkeypatch):
     drafter, draws = made(kind, tmp_path), random.Random(3)
     texts = [begun(drafter, draws) for _ in range(2)]
     for text in texts:
@@ -216,9 +212,7 @@ def test_a_text_whose_shared_pass_has_failed_goes_on_without_anything_of_it(
 
 @sweep("kind", ["eagle3", "mtp"])
 @sweep(("num_texts", "mean_rows"), [(4, 3.5), pytest.param(16, 12.0, marks=pytest.mark.slow)])
-async def test_a_draft_pass_is_shared_by_nearly_all_streams(
-    kind: str, num_texts: int, mean_rows: float, tmp_path: Path, autojump_clock: Any
-) -> None:
+async def test_a_draft_pass_is_shared_by_nearly_all_streams(kind, num_texts, mean_rows, tmp_path, autojump_clock):
     spans: list[Span] = []
     events = Events()
     events.listen(lambda event: spans.append(event) if isinstance(event, Span) else None)

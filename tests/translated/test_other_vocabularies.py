@@ -1,7 +1,6 @@
 """A runtime whose draft model has another vocabulary: the texts are the target's, and drafts are accepted."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -46,9 +45,7 @@ def encoded(tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "lookahead"), [("byte-level", 2), ("SentencePiece", "auto")])
-async def test_greedy_texts_are_the_targets_and_drafts_are_accepted(
-    pairs: dict[str, Pair], name: str, lookahead: Any
-) -> None:
+async def test_greedy_texts_are_the_targets_and_drafts_are_accepted(pairs, name, lookahead):
     (target, tokenizer), draft = pairs[name]
     async with runtime.open((target, tokenizer), draft) as rt:
         accepted = proposed = 0
@@ -61,9 +58,7 @@ async def test_greedy_texts_are_the_targets_and_drafts_are_accepted(
         assert accepted > 0.5 * proposed > 0
 
 
-async def test_a_saved_conversation_goes_on_and_the_drafter_reads_it_again(
-    pairs: dict[str, Pair], tmp_path: Path
-) -> None:
+async def test_a_saved_conversation_goes_on_and_the_drafter_reads_it_again(pairs, tmp_path):
     target, draft = pairs["byte-level"]
     settings: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "lookahead": 2, "ignore_eos": True}
     async with runtime.open(target, draft) as rt:
@@ -78,9 +73,7 @@ async def test_a_saved_conversation_goes_on_and_the_drafter_reads_it_again(
     assert found.statistics.cached_tokens > 0
 
 
-async def test_one_can_be_attached_and_is_said_to_be_of_another_vocabulary(
-    pairs: dict[str, Pair], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_can_be_attached_and_is_said_to_be_of_another_vocabulary(pairs, caplog):
     (target, tokenizer), draft = pairs["byte-level"]
     async with runtime.open((target, tokenizer)) as rt:
         with caplog.at_level(logging.INFO, "outrider"):

@@ -69,9 +69,7 @@ def test_a_model_whose_logits_are_not_those_of_its_head_is_left_as_it_is() -> No
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}])
-async def test_texts_are_exact_and_drafts_are_of_the_reduced_vocabulary(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+async def test_texts_are_exact_and_drafts_are_of_the_reduced_vocabulary(tmp_path, settings):
     target = llama(1)
     draft = runtime.ModelSpec(save(tmp_path / "draft", near(target, noise=0.02)), draft_vocabulary=VOCAB_SIZE // 2)
     async with runtime.open((target, None), draft=draft) as rt:
