@@ -86,10 +86,8 @@ async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(kind, dra
     make, options = MODELS[kind]
     draft = "ngram" if drafts else None
     settings = {"lookahead": 4 if drafts else 0, "reuse_prefix": reuse_prefix}
-    requests = [
-        (prompt_of(length, seed=n, vocab_size=60), {"max_tokens": 15 + 5 * n})
-        for n, length in enumerate((3, 40, 400, 41))
-    ]
+    lengths = enumerate((3, 40, 400, 41))
+    requests = [(prompt_of(length, seed=n, vocab_size=60), {"max_tokens": 15 + 5 * n}) for n, length in lengths]
     async with runtime.open((make(), None), draft, prefix_cache_bytes=0, **options) as rt:
         watch.sequences.clear()
         watch.budget = rt._sessions.memory

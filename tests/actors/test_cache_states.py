@@ -173,10 +173,8 @@ def state_of_mlx_lms_caches(of: Subject, tokens: list[int], *, at_once: bool, ch
         for part in [tokens[begin:end]] if at_once else [[token] for token in tokens[begin:end]]:
             mx.eval(of.model(mx.array([part]), cache=cache))
         kinds = [(kind_of(layer), layer) for layer in cache]
-        layers = [
-            kind.take_state(layer) if end == len(tokens) else kind.take_prefix_checkpoint(layer)
-            for kind, layer in kinds
-        ]
+        is_end = end == len(tokens)
+        layers = [kind.take_state(layer) if is_end else kind.take_prefix_checkpoint(layer) for kind, layer in kinds]
         checkpoints.append(PrefixCheckpointState(end, tuple(layers)))
     return SequenceState(tuple(tokens), checkpoints[1].layers, (checkpoints[0],))
 
@@ -322,13 +320,8 @@ def test_a_state_of_other_options_is_refused() -> None:
     plain, wider = Subject(bounded.model), Subject(bounded.model, CacheOptions(max_kv_size=WINDOW + 1))
     otherwise = Subject(quantized.model, CacheOptions(kv_bits=4, kv_group_size=32, quantized_kv_start=0))
     unquantized = Subject(quantized.model)
-    for one, other in (
-        (plain, bounded),
-        (bounded, plain),
-        (bounded, wider),
-        (quantized, otherwise),
-        (quantized, unquantized),
-    ):
+    pairs = ((plain, bounded), (bounded, plain), (bounded, wider), (quantized, otherwise), (quantized, unquantized))
+    for one, other in pairs:
         with pytest.raises(MisfitError):
             other.open_sequence("auto").put_state(taken(*read(one, 5)))
 
@@ -422,10 +415,9 @@ def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
     array = mx.zeros((1, 2, 3, 4))
     for other in ((None, None, 4), (None, None, 21), (None, None), (array, array, array), (None, None, None), None):
         layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(pin.layers))
+        changed = attrs.evolve(state, prefix_checkpoints=(attrs.evolve(pin, layers=layers),))
         with pytest.raises(MisfitError, match="another length in a prefix checkpoint"):
-            of.open_sequence("auto").put_state(
-                attrs.evolve(state, prefix_checkpoints=(attrs.evolve(pin, layers=layers),))
-            )
+            of.open_sequence("auto").put_state(changed)
 
 
 def test_only_known_classes_are_made_whatever_a_file_names() -> None:

@@ -71,12 +71,8 @@ async def test_statistics_say_what_the_settings_do_not_allow(autojump_clock: Any
             statistics = (await simulation.runtime.generate(prompt, **{**ASKED, **changes})).statistics
             read = statistics.cached_tokens + statistics.prefilled_tokens
             assert read == statistics.prompt_tokens - 1 >= statistics.mismatched_tokens + statistics.evicted_tokens
-            return (
-                statistics.cached_tokens,
-                statistics.parted_tokens,
-                statistics.mismatched_tokens,
-                statistics.evicted_tokens,
-            )
+            names = ("cached", "parted", "mismatched", "evicted")
+            return tuple(getattr(statistics, f"{name}_tokens") for name in names)
 
         assert await why(first[:200], lookahead=3) == (0, 0, 0, 0)
         # One has a drafter and the other has none; or it is not to be reused at all.

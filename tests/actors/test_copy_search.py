@@ -62,11 +62,8 @@ def test_of_several_continuations_one_is_taken(text, expected):
 def lookups(draw: Callable[..., object]) -> tuple[list[list[int]], int, int]:
     """A text in pieces, the number of tokens wanted, and the shortest match."""
     tokens = st.integers(0, draw(st.integers(0, 3)))  # few ids, so that there are many matches
-    return (
-        draw(st.lists(st.lists(tokens, max_size=12), max_size=6)),
-        draw(st.integers(0, 30)),
-        draw(st.integers(1, 5)),
-    )
+    pieces = st.lists(st.lists(tokens, max_size=12), max_size=6)
+    return draw(pieces), draw(st.integers(0, 30)), draw(st.integers(1, 5))
 
 
 @given(lookups())

@@ -279,9 +279,8 @@ async def play(scenario: Any) -> None:
 
         async def one(prompt: list[int]) -> None:
             stop = [] if scenario.stop_at is None else continuation(prompt, scenario.stop_at + 1)[-1:]
-            stream = simulation.runtime.stream(
-                prompt, max_tokens=scenario.max_tokens, stop_tokens=stop, lookahead=scenario.lookahead
-            )
+            asked = {"max_tokens": scenario.max_tokens, "stop_tokens": stop, "lookahead": scenario.lookahead}
+            stream = simulation.runtime.stream(prompt, **asked)
             assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
             assert stream.statistics().draft_failures <= (scenario.draft_fails_at is not None)
 

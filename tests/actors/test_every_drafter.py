@@ -19,9 +19,8 @@ from actors.target.drafter_link import DrafterLink
 
 # A model of its own, one that was trained for the target, and none; the other ways to draft are slow tests.
 QUICK = ("draft model", "eagle3", "lookup")
-every_implementation = sweep(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OFTEN]
-)
+OFTEN_OR_SLOW = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OFTEN]
+every_implementation = sweep("kind", OFTEN_OR_SLOW)
 
 
 @sweep(
@@ -94,12 +93,15 @@ async def test_a_text_may_go_on_from_an_earlier_one(kind: str, tmp_path: Path, a
 async def test_texts_under_the_rejection_rule_repeat_by_their_seed(kind, tmp_path, autojump_clock, monkeypatch):
     # Which tokens are proposed depends on when the target stops waiting.
     monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
-    asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "lookahead": 3, "ignore_eos": True}
+    asked = {
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0.8,
+        "acceptance": "rejection",
+        "lookahead": 3,
+        "ignore_eos": True,
+    }
     async with at_work(kind, tmp_path) as (rt, _):
-        texts = [
-            ids((await rt.generate(PROMPTS[0], acceptance="rejection", seed=seed, **asked)).tokens)
-            for seed in (11, 11, 12)
-        ]
+        texts = [ids((await rt.generate(PROMPTS[0], seed=seed, **asked)).tokens) for seed in (11, 11, 12)]
         assert rt.statistics().draft_failures == 0
     assert texts[0] == texts[1] != texts[2]
 

@@ -100,9 +100,8 @@ MOMENTS = {
 
 
 # All of a proposal but the first token is proposed again, and more after it.
-MOMENTS["while the target judges one by one"] = attrs.evolve(
-    MOMENTS["while the target verifies"], lookahead=3, coins=(3,), undo=never
-)
+verifying = MOMENTS["while the target verifies"]
+MOMENTS["while the target judges one by one"] = attrs.evolve(verifying, lookahead=3, coins=(3,), undo=never)
 
 QUICK = ("on the drafter's turn",)
 

@@ -63,9 +63,8 @@ async def test_every_lookahead_gives_the_greedy_text(drafter: str) -> None:
         for i, lookahead in enumerate(LOOKAHEADS):
             for length in (1 + i % 2, 3 * PREFILL_STEP_SIZE + 2):
                 prompt = prompt_of(length)
-                completion = await rt.generate(
-                    prompt, max_tokens=20, lookahead=lookahead, prefill_step_size=PREFILL_STEP_SIZE
-                )
+                asked = {"max_tokens": 20, "lookahead": lookahead, "prefill_step_size": PREFILL_STEP_SIZE}
+                completion = await rt.generate(prompt, **asked)
                 assert ids(completion) == llama_text(tuple(prompt), 20), f"lookahead {lookahead}, {length} ids"
                 statistics = completion.statistics
                 assert statistics.accepted == sum(token.from_draft for token in completion.tokens)

@@ -122,9 +122,7 @@ def sampled(policy: Hostile, *, report_delay: float | None = None, is_trained: b
         kind, drafting = ScriptedModel, ScriptedModel(near, vocab_size=4)
         if is_trained:
             kind = RecordingTarget
-            drafting = TrainedDraft(
-                lambda history, staleness: (stale if staleness > 1 else near)(history), vocab_size=4
-            )
+            drafting = TrainedDraft(lambda text, staleness: (stale if staleness > 1 else near)(text), vocab_size=4)
         async with simulated(
             kind(markov(TARGET), vocab_size=4),
             drafting,
@@ -159,9 +157,7 @@ def likelihood(text: Sequence[int]) -> float:
         after: dict[Any, Counter[int]] = {}
         for i in range(2, len(whole)):
             after.setdefault((whole[i - 1], apart(i, whole)), Counter())[whole[i]] += 1
-        samples = [
-            (counts, dict(enumerate(TARGET[last]))) for (last, _), counts in after.items() if counts.total() >= 20
-        ]
+        samples = [(seen, dict(enumerate(TARGET[last]))) for (last, _), seen in after.items() if seen.total() >= 20]
         p_values.append(pooled_p_value(samples))
     return len(p_values) * min(p_values)
 
@@ -269,9 +265,8 @@ def test_neighbours_with_their_own_draws_leave_shared_texts_alone() -> None:
     async def main() -> tuple[list[int], float]:
         target, draft = (ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, NEAR))
         settings: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection"}
-        async with simulated(
-            target, draft, price=random_price(1), draft_price=random_price(2, 0.1), make_policy=make_policy
-        ) as simulation:
+        prices = {"price": random_price(1), "draft_price": random_price(2, 0.1)}
+        async with simulated(target, draft, **prices, make_policy=make_policy) as simulation:
             async with trio.open_nursery() as nursery:
                 for seed in (5, 6):
                     neighbour = partial(text_of, simulation, PROMPT, max_tokens=10 * num_tokens, seed=seed, **settings)

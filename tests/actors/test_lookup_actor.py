@@ -197,9 +197,8 @@ async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: A
 
 async def test_what_was_looked_up_is_proposed_as_no_draw_where_draws_are_judged(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(counting(3)), "ngram") as simulation:
-        received = await proposals(
-            simulation, [0, 1, 2, 0, 1], max_tokens=6, lookahead=3, temperature=0.5, acceptance="rejection"
-        )
+        asked = {"max_tokens": 6, "lookahead": 3, "temperature": 0.5, "acceptance": "rejection"}
+        received = await proposals(simulation, [0, 1, 2, 0, 1], **asked)
     assert received[0].tokens == (2, 0, 1)
     assert received[0].probs == (None, None, None)
 

@@ -179,9 +179,8 @@ async def test_processors_that_leave_nothing_end_the_stream_and_are_blamed(
 ) -> None:
     async with simulated(ScriptedModel(sure), ScriptedModel(agreeing(0.7))) as simulation:
         processors = [runtime.stateless(leaving(what, position))]
-        stream = simulation.runtime.stream(
-            PROMPT, max_tokens=12, lookahead=lookahead, logits_processors=processors, **MODES[mode]
-        )
+        asked = {"lookahead": lookahead, "logits_processors": processors, **MODES[mode]}
+        stream = simulation.runtime.stream(PROMPT, max_tokens=12, **asked)
         got: list[int] = []
         with pytest.raises(ProcessorError, match=f"logits processors.* at position {position}; forbid"):
             await read_into(got, stream)

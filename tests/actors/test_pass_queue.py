@@ -199,11 +199,9 @@ async def test_a_session_whose_part_makes_a_pass_fail_ends_or_loses_its_drafter_
     num_tokens: int, actor: str, autojump_clock: Any
 ) -> None:
     failing = refusing_one(truthful if actor == "target" else agreeing(0.7), PROMPTS[0][0], num_tokens)
-    settings: dict[str, Any] = {} if actor == "target" else {"lookahead": 3}
+    settings = {"max_tokens": NUM_TOKENS, "on_error": "return", **({} if actor == "target" else {"lookahead": 3})}
     async with simulated(*beside(actor, failing)) as simulation:
-        first, *others = await simulation.runtime.generate_many(
-            PROMPTS, max_tokens=NUM_TOKENS, on_error="return", **settings
-        )
+        first, *others = await simulation.runtime.generate_many(PROMPTS, **settings)
         if actor == "target":
             assert "MemoryError: no room for this one; the model itself works" in str(first)
         else:
@@ -343,9 +341,8 @@ async def test_passes_started_ahead_or_starting_one_have_no_price(priced_passes,
 
 
 async def test_passes_after_a_text_came_or_left_have_no_price(priced_passes, autojump_clock):
-    async with simulated(
-        ScriptedModel(truthful), ScriptedModel(truthful), price=ALL_AT_ONCE, defaults={"lookahead": 1}
-    ) as simulation:
+    options = {"price": ALL_AT_ONCE, "defaults": {"lookahead": 1}}
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), **options) as simulation:
         async with trio.open_nursery() as nursery:
             for number, prompt in enumerate(PROMPTS):
                 nursery.start_soon(partial(text_of, simulation, prompt, max_tokens=10 + 20 * (number % 2)))

@@ -245,10 +245,8 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
     stored = [(some_prompt(120), read(some_prompt(120)))]
     for _ in range(12):
         base, other = draws.choice(stored)
-        text = [
-            *base[: draws.choice([40, 64, 90, 91, 200])],
-            *some_prompt(draws.randrange(30), seed=draws.randrange(99)),
-        ]
+        num_common, num_more = draws.choice([40, 64, 90, 91, 200]), draws.randrange(30)
+        text = [*base[:num_common], *some_prompt(num_more, seed=draws.randrange(99))]
         sequence = read(text)
         sequence.share(other, common_length(pack(text), pack(base)))
         stored.append((text, sequence))

@@ -212,9 +212,7 @@ async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(aut
             await turn(simulation, PROMPT, 6, lookahead=3)
             await turn(simulation, PROMPT[::-1], 1)  # at its end, both are in the prefix cache
             text = [*PROMPT, *continuation(PROMPT, 6)]
-            (cached_tokens,) = [
-                sequence.tokens for sequence in simulation.draft.sequences if sequence.tokens[0] == PROMPT[0]
-            ]
+            (cached_tokens,) = [each.tokens for each in simulation.draft.sequences if each.tokens[0] == PROMPT[0]]
             assert cached_tokens == text[: len(cached_tokens)]
             assert len(cached_tokens) > len(PROMPT)
 

@@ -44,9 +44,8 @@ async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Monk
     events: list[Any] = []
     async with runtime.open((model, None), trace=events.append) as rt:
         completions = await rt.generate_many(prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
-    assert [[token.id for token in each.tokens] for each in completions] == [
-        greedy(model, prompt, NUM_TOKENS) for prompt in prompts
-    ]
+    expected = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+    assert [[token.id for token in each.tokens] for each in completions] == expected
     passes = prompt_passes(events)
     assert len(passes) == 2
     assert sum(each.num_read for each in passes) == sum(len(prompt) - 1 for prompt in prompts)

@@ -138,9 +138,8 @@ def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> 
 @pytest.mark.slow
 @sweep("max_tokens, stop", [(1, ()), (2, ()), (2, (1,)), (3, (1,)), (3, (0, 3))])
 def test_under_rejection_texts_that_end_have_the_targets_distribution(max_tokens: int, stop: tuple[int, ...]) -> None:
-    tokens = run(
-        lambda: sample(NUM_SESSIONS, target(), drafter(), max_tokens=max_tokens, stop_tokens=stop, lookahead=2)
-    )
+    asked = {"max_tokens": max_tokens, "stop_tokens": stop, "lookahead": 2}
+    tokens = run(lambda: sample(NUM_SESSIONS, target(), drafter(), **asked))
     counts = Counter(tuple(ids(text)) for text in tokens)
     assert p_value(counts, outcomes(TARGET, max_tokens, stop)) > SIGNIFICANCE
 
@@ -155,9 +154,8 @@ def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it(
     stopped = dict.fromkeys(range(6), 0.0)
     for text, p in outcomes(TARGET, 5, (2,)).items():
         stopped[len(text) if text[-1] == 2 else 0] += p
-    assert (
-        p_value(Counter(len(text) if len(text) <= 5 and text[-1] == 2 else 0 for text in texts), stopped) > SIGNIFICANCE
-    )
+    lengths = Counter(len(text) if len(text) <= 5 and text[-1] == 2 else 0 for text in texts)
+    assert p_value(lengths, stopped) > SIGNIFICANCE
 
 
 @pytest.mark.slow
@@ -302,9 +300,8 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(is_marked: 
         return mx.random.categorical(logprobs)
 
     async def sampled() -> list[tuple[Token, ...]]:
-        async with simulated(
-            target(), drafter(), price=random_price(1), draft_price=random_price(2, 0.1)
-        ) as simulation:
+        prices = {"price": random_price(1), "draft_price": random_price(2, 0.1)}
+        async with simulated(target(), drafter(), **prices) as simulation:
             sampler = stateless(drawn) if is_marked else drawn
             asked: dict[str, Any] = {"max_tokens": 5, "lookahead": 2, "sampler": sampler}
             return [(await simulation.runtime.generate(PROMPT, **asked)).tokens for _ in range(2 * NUM_SESSIONS)]
@@ -338,12 +335,8 @@ FILTERS: dict[str, Any] = {"min_p": 0.4, "xtc_probability": 0.5, "xtc_threshold"
 @pytest.mark.slow
 @pytest.mark.parametrize(("acceptance", "lookahead"), [("rejection", 2), ("match", 0)])
 def test_filtered_texts_have_the_targets_filtered_distribution(acceptance: str, lookahead: Any) -> None:
-    num_sessions = 2 * NUM_SESSIONS
-    tokens = run(
-        lambda: sample(
-            num_sessions, target(), drafter(), max_tokens=4, lookahead=lookahead, acceptance=acceptance, **FILTERS
-        )
-    )
+    asked = {"max_tokens": 4, "lookahead": lookahead, "acceptance": acceptance, **FILTERS}
+    tokens = run(lambda: sample(2 * NUM_SESSIONS, target(), drafter(), **asked))
     texts = [ids(text) for text in tokens]
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(filtered(TARGET), 2)) > SIGNIFICANCE
     # Without the random choice, or with one choice for the whole text, the distribution would differ.

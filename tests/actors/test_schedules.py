@@ -172,13 +172,8 @@ async def play(scenario: Any) -> int:
             nonlocal num_stale
             text = continuation(prompt, scenario.max_tokens)
             stop = [] if scenario.stop_at is None else continuation(prompt, scenario.stop_at + 1)[-1:]
-            stream = simulation.runtime.stream(
-                prompt,
-                max_tokens=scenario.max_tokens,
-                stop_tokens=stop,
-                lookahead=scenario.lookahead,
-                prefill_step_size=scenario.prefill_step_size,
-            )
+            sizes = {"max_tokens": scenario.max_tokens, "prefill_step_size": scenario.prefill_step_size}
+            stream = simulation.runtime.stream(prompt, stop_tokens=stop, lookahead=scenario.lookahead, **sizes)
             session = stream.session
             assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
             # Until the latest copies have arrived, and found no session.
@@ -275,11 +270,9 @@ def test_lookup_gives_the_same_text_whatever_comes_twice_or_late(scenario: Any) 
     prompt = [0, 1, 2, 3, 4] * 2
 
     async def main() -> Statistics:
-        target, price = ScriptedModel(scenario.text, undo=scenario.undo), cycled_prices(scenario.costs)
-        async with (
-            trio.open_nursery() as nursery,
-            simulated(target, "ngram", price=price, schedule=scenario.schedule) as simulation,
-        ):
+        target = ScriptedModel(scenario.text, undo=scenario.undo)
+        options = {"price": cycled_prices(scenario.costs), "schedule": scenario.schedule}
+        async with trio.open_nursery() as nursery, simulated(target, "ngram", **options) as simulation:
             tamper(simulation, scenario.to_target, scenario.to_draft, nursery)
             completion = await simulation.runtime.generate(prompt, **scenario.asked)
             assert ids(completion.tokens) == plain_text(scenario.text, prompt, scenario.asked["max_tokens"])

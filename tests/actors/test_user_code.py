@@ -61,12 +61,11 @@ async def test_where_only_the_drafter_cannot_evaluate_it_nothing_but_drafting_is
         return logits + LAZY_HERE if threading.current_thread().name == "outrider-draft" else logits
 
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        completion = await rt.generate(
-            PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[foreign_to_the_drafter]
-        )
+        asked = {"max_tokens": NUM_TOKENS, "lookahead": 3}
+        completion = await rt.generate(PROMPT, **asked, logits_processors=[foreign_to_the_drafter])
         assert ids(completion) == PLAIN
         assert completion.statistics.draft_failures == 1
-        assert (await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3)).statistics.accepted > 0
+        assert (await rt.generate(PROMPT, **asked)).statistics.accepted > 0
 
 
 def logits_pipeline(*processors: Any) -> LogitsPipeline:
@@ -181,9 +180,8 @@ async def test_a_sampler_chooses_as_it_does_in_plain_decoding_however_far_is_dra
     assert expected != plain(None, model)
     async with runtime.open((model, None), (near(model, noise=0.02), None)) as rt:
         for lookahead in (0, 1, 3, "auto"):
-            completion = await rt.generate(
-                PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, sampler=runtime.stateless(second)
-            )
+            asked = {"max_tokens": NUM_TOKENS, "lookahead": lookahead, "sampler": runtime.stateless(second)}
+            completion = await rt.generate(PROMPT, **asked)
             assert ids(completion) == expected
             assert completion.statistics.draft_failures == 0
             assert completion.statistics.accepted > 0 or lookahead != 3

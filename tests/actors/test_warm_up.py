@@ -45,10 +45,8 @@ async def warmed_up(
         return draft_step * (1 + 0.5 * (job.num_tokens - 1)) if job.num_tokens else 0.0
 
     device, prices, events = Contention(kappa), Prices(), [] if heard is None else heard
-    workers = (
-        SimulatedWorker("target", verify_price, events.append, device),
-        SimulatedWorker("draft", draft_price, events.append, device),
-    )
+    prices_of = (("target", verify_price), ("draft", draft_price))
+    workers = [SimulatedWorker(role, price, events.append, device) for role, price in prices_of]
     with trio.move_on_at(until):
         await warm_up((target, workers[0]), (draft, workers[1]), prices)
     return prices
@@ -59,9 +57,8 @@ def models(**of_draft: Any) -> tuple[ScriptedModel, ScriptedModel]:
 
 
 def nothing_is_open(*of: ScriptedModel) -> bool:
-    return all(sequence.is_closed for model in of for sequence in model.sequences) and not any(
-        model.misuses for model in of
-    )
+    are_closed = all(sequence.is_closed for model in of for sequence in model.sequences)
+    return are_closed and not any(model.misuses for model in of)
 
 
 @sweep(

@@ -183,9 +183,8 @@ async def test_a_job_that_runs_is_not_abandoned_and_its_outcome_arrives(fails: b
     async with ThreadWorker("target") as worker:
         call = (lambda: gate().no_attribute) if fails else gate
         await cancelled(lambda: worker.run(job(call)), gate, heard)
-    assert heard == [
-        "verify failed: AttributeError: 'str' object has no attribute 'no_attribute'" if fails else "result"
-    ]
+    said = "verify failed: AttributeError: 'str' object has no attribute 'no_attribute'"
+    assert heard == [said if fails else "result"]
 
 
 # --- runs of steps --------------------------------------------------------------------------------
@@ -194,9 +193,8 @@ def counting(do: Callable[[int], Any], num_steps: int, number: int = 0) -> Calla
 
     def step() -> Step[Any]:
         result = do(number)
-        return Step(
-            result, counting(do, num_steps, number + 1) if number + 1 < num_steps else None, num_tokens=number + 1
-        )
+        following = counting(do, num_steps, number + 1) if number + 1 < num_steps else None
+        return Step(result, following, num_tokens=number + 1)
 
     return step
 

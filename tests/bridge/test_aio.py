@@ -306,9 +306,8 @@ print("mlx_lm" in sys.modules)
 
 @pytest.mark.slow
 def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS_OF_THE_LOOP], capture_output=True, text=True, timeout=100, check=True
-    )
+    command = [sys.executable, "-c", IMPORTS_OF_THE_LOOP]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == ["[]", "True"]
 
 

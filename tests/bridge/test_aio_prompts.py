@@ -191,9 +191,8 @@ async def test_many_prompts_can_be_left_in_every_way() -> None:
         stack.enter_context(released_on_exit(held))
         for way in ("cancel", "aclose", "leave", "break", "drop"):
             # The others are not over when the first is.
-            many = rt.generate_many(
-                [PROMPTS[0], *((prompt, LONG) for prompt in PROMPTS[1:])], max_concurrent=3, max_tokens=12
-            )
+            prompts = [PROMPTS[0], *((prompt, LONG) for prompt in PROMPTS[1:])]
+            many = rt.generate_many(prompts, max_concurrent=3, max_tokens=12)
             if way == "break":
                 async for _ in many:
                     break

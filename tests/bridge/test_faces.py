@@ -134,13 +134,10 @@ async def test_models_and_prompts_belong_to_the_caller_until_the_call_and_may_be
 async def test_bad_input_is_an_error_before_any_model_work(open: Any) -> None:
     events: list[Event] = []
     async with opened(open, trace=events.append) as rt:
-        for settings, complaint in (
-            ({"max_tokens": 0}, "max_tokens"),
-            ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
-        ):
+        for name, value in {"max_tokens": 0, "logit_bias": {VOCAB_SIZE: 1.0}}.items():
             for method in (rt.stream, lambda prompt, **given: rt.generate_many([prompt], **given)):
-                with pytest.raises(runtime.SettingsError, match=complaint):
-                    method(PROMPT, **settings)
+                with pytest.raises(runtime.SettingsError, match=name):
+                    method(PROMPT, **{name: value})
         for prompt, complaint in (([], "empty"), ("no tokenizer", "text"), ([VOCAB_SIZE], "vocabulary")):
             with pytest.raises(runtime.PromptError, match=complaint):
                 await next_of(rt.stream(prompt))

@@ -168,9 +168,8 @@ async def served(of: Any, **options: Any) -> AsyncIterator[tuple[Any, int]]:
     app = fastapi_app.make_app((of, tokenizer(None)), (near(target(), noise=0.05), None), **options)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(app, ws="none", log_level="warning", lifespan="on", timeout_graceful_shutdown=5)
-        )
+        config = uvicorn.Config(app, ws="none", log_level="warning", lifespan="on", timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listening]))
         while not server.started:
             assert not serving.done()

@@ -39,9 +39,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DistillOptions:
     monkeypatch.setattr(distillation, "load_target", lambda name: (build(name), Tokens()))
     monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 6)
     monkeypatch.setattr(distillation, "LEARNING_PER_EVALUATION", 0.0)
-    return DistillOptions(
-        target="llama", data=(text,), out=tmp_path / "drafter", window=16, batch_tokens=64, learning_rate=3e-3
-    )
+    files = {"data": (text,), "out": tmp_path / "drafter"}
+    return DistillOptions(target="llama", **files, window=16, batch_tokens=64, learning_rate=3e-3)
 
 
 async def train(options: DistillOptions, *, num_evaluations: int) -> list[Evaluation]:
@@ -145,9 +144,8 @@ async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOpti
     assert any(re.fullmatch(r"the target is writing: 4 windows left, about \d+\.\d min left", what) for what in said)
     learning = [what for what in said if what.startswith("learning")]
     assert learning[0] == "learning: batch 1, 1.0 min left"
-    assert re.fullmatch(
-        r"learning: batch 2, 16 tokens/s \(0\.06 million an hour\), loss \d\.\d{3}, 0\.9 min left", learning[1]
-    )
+    expected = r"learning: batch 2, 16 tokens/s \(0\.06 million an hour\), loss \d\.\d{3}, 0\.9 min left"
+    assert re.fullmatch(expected, learning[1])
 
 
 async def test_a_batch_that_takes_long_is_learnt_in_parts(options, monkeypatch):

@@ -145,9 +145,8 @@ async def test_where_nothing_fits_or_nothing_that_fits_can_be_loaded_texts_are_p
             assert rt.health().draft is None
         broken(Path(save(Path(target).parent / name, llama())))
     assert lines[0] == NONE
-    assert lines[1].startswith(
-        'draft "auto" takes none: nothing that fits the target can be loaded; passed over: cannot load'
-    )
+    passed_over = 'draft "auto" takes none: nothing that fits the target can be loaded; passed over: cannot load'
+    assert lines[1].startswith(passed_over)
     assert len(lines) == 2
 
 
@@ -330,9 +329,8 @@ def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(c
     found = runtime.suggest_draft("mlx-community/Qwen3.5-4B-4bit", cache_dir=cache)
     known = {each.model: each for each in found if not each.is_on_disk}
     assert known["mlx-community/Qwen3.5-4B-MTP-4bit"].kind == "MTP"
-    assert known["z-lab/Qwen3.5-4B-DFlash"].described.endswith(
-        "(DFlash, trained for this model, 0.5B parameters, from the hub)"
-    )
+    described = known["z-lab/Qwen3.5-4B-DFlash"].described
+    assert described.endswith("(DFlash, trained for this model, 0.5B parameters, from the hub)")
     assert named(snapshot, cache) == [each.model for each in found]
     assert named("org/Qwen3.5-4B-Something", cache) == []
 
@@ -357,9 +355,8 @@ def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
-    tiny = {
-        name: facts | {"megabytes": size} for (name, facts), size in zip(family["models"].items(), (0, 9), strict=True)
-    }
+    sized = zip(family["models"].items(), (0, 9), strict=True)
+    tiny = {name: facts | {"megabytes": size} for (name, facts), size in sized}
     monkeypatch.setattr(drafters, "_table", lambda name: [family | {"models": tiny}] * (name == "small_models"))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)

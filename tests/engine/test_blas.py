@@ -32,9 +32,7 @@ def openblas() -> str | None:
     return next(filter(os.path.exists, candidates(os.uname().machine)), None)
 
 
-with_openblas = pytest.mark.skipif(
-    not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested"
-)
+with_openblas = pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to test this")
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -209,10 +207,8 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
 @pytest.mark.slow
 @linux
 def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy):
-    done = run(
-        f"import mlx.core{chr(10)}import runtime; runtime.open; print(runtime.loading.blas.blas_in_use())",
-        **{VARIABLE: copy},
-    )
+    code = f"import mlx.core{chr(10)}import runtime; runtime.open; print(runtime.loading.blas.blas_in_use())"
+    done = run(code, **{VARIABLE: copy})
     assert done.returncode == 0
     assert done.stdout.startswith("reference BLAS")
     (line,) = done.stderr.splitlines()

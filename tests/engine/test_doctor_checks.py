@@ -64,9 +64,7 @@ def forget_the_key(patch: Patch) -> None:
 
 def draw_at_another_temperature(patch: Patch) -> None:
     distribution = protocol.acceptance.distribution
-    patch.setattr(
-        protocol.acceptance, "distribution", lambda logits, temperature: distribution(logits, temperature / 2)
-    )
+    patch.setattr(protocol.acceptance, "distribution", lambda logits, temp: distribution(logits, temp / 2))
 
 
 def overlook_nan(patch: Patch) -> None:
@@ -88,9 +86,8 @@ def mix_up_rows(patch: Patch) -> None:
             return logits
         lengths = {key: len(rows) for key, rows in logits.items()}
         keys = [*list(logits)[1:], next(iter(logits))]
-        return {
-            key: mx.repeat(logits[other][:1], lengths[key], axis=0) for key, other in zip(logits, keys, strict=True)
-        }
+        pairs = zip(logits, keys, strict=True)
+        return {key: mx.repeat(logits[other][:1], lengths[key], axis=0) for key, other in pairs}
 
     patch.setattr(RowBatch, "feed", feed_and_mix_up)
 

@@ -44,10 +44,8 @@ DRAFT_SPARE = 2 * 64
 
 
 def pair(agreement: float = 0.6) -> tuple[ScriptedModel, ScriptedModel]:
-    return (
-        ScriptedModel(truthful, bytes_per_token=TARGET_BYTES),
-        ScriptedModel(agreeing(agreement), bytes_per_token=DRAFT_BYTES),
-    )
+    target = ScriptedModel(truthful, bytes_per_token=TARGET_BYTES)
+    return target, ScriptedModel(agreeing(agreement), bytes_per_token=DRAFT_BYTES)
 
 
 def bytes_of(num_tokens: int, *, drafted: bool = True) -> int:
@@ -121,9 +119,8 @@ def test_random_streams_stay_below_the_limit_and_none_is_lost(streams: Any, spar
             async def one(n: int) -> None:
                 length, answer, lookahead, _, cancel_s, reuse = streams[n]
                 got: list[int] = []
-                stream = simulation.runtime.stream(
-                    [n] * length, max_tokens=answer, lookahead=lookahead, reuse_prefix=reuse
-                )
+                asked = {"max_tokens": answer, "lookahead": lookahead, "reuse_prefix": reuse}
+                stream = simulation.runtime.stream([n] * length, **asked)
                 with trio.move_on_after(float("inf") if cancel_s is None else cancel_s) as scope:
                     async for token in stream:
                         got.append(token.id)
@@ -217,9 +214,8 @@ async def test_a_text_for_which_nothing_is_left_ends_with_the_sizes_and_keeps_it
         stream = simulation.runtime.stream([1], max_tokens=150)
         got = [(await anext(stream)).id for _ in range(10)]
         model.num_bytes = 10_000  # as if another model had been loaded
-        with pytest.raises(
-            MemoryLimitError, match=r"memory is short for more than \d+ tokens of this text beside 0 other"
-        ):
+        complaint = r"memory is short for more than \d+ tokens of this text beside 0 other"
+        with pytest.raises(MemoryLimitError, match=complaint):
             await read_into(got, stream)
         assert got == continuation([1], len(got))
         assert 10 < len(got) < 100

@@ -41,14 +41,11 @@ def an_adapter(where: Path, *, kind: str = "lora", scale: float = 10.0, seed: in
     linear_to_lora_layers(model, 2, config, use_dora=kind == "dora")
     trainable = tree_flatten(model.trainable_parameters())
     keys = mx.random.split(mx.random.key(seed), len(trainable))
-    weights = {
-        name: weight + 0.1 * mx.random.normal(weight.shape, key=key)
-        for (name, weight), key in zip(trainable, keys, strict=True)
-    }
+    pairs = zip(trainable, keys, strict=True)
+    weights = {name: weight + 0.1 * mx.random.normal(weight.shape, key=key) for (name, weight), key in pairs}
     where.mkdir()
-    (where / "adapter_config.json").write_text(
-        json.dumps({"fine_tune_type": kind, "num_layers": 2, "lora_parameters": config})
-    )
+    adapter = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": config}
+    (where / "adapter_config.json").write_text(json.dumps(adapter))
     mx.save_safetensors(str(where / "adapters.safetensors"), weights)
     return where
 
@@ -87,9 +84,8 @@ async def test_a_draft_model_with_the_targets_adapter_is_always_right(where: Pat
 @sweep("quantize", [4, {"bits": 8, "group_size": 32}, {"mode": "mxfp4"}])
 async def test_weights_are_quantised_as_mlx_lm_quantises_them(where: Path, quantize: Any) -> None:
     plain, _, config = mlx_lm.load(str(where), return_config=True)
-    wanted = {"bits": None, "group_size": None, "mode": "affine"} | (
-        quantize if isinstance(quantize, dict) else {"bits": quantize}
-    )
+    given = quantize if isinstance(quantize, dict) else {"bits": quantize}
+    wanted = {"bits": None, "group_size": None, "mode": "affine"} | given
     with redirect_stdout(io.StringIO()):
         quantised, _ = quantize_model(plain, config, wanted["group_size"], wanted["bits"], mode=wanted["mode"])
     expected = greedy(quantised, PROMPT, NUM_TOKENS, clear_lead=0)

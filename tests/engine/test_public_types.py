@@ -79,16 +79,13 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
 
 @sweep(("function", "expected"), TYPED)
 def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None:
-    (keywords,) = (
-        each for each in inspect.signature(function).parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD
-    )
+    parameters = inspect.signature(function).parameters.values()
+    (keywords,) = (each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD)
     assert keywords.annotation == expected
 
 
 API_PAGES = (Path(__file__).parents[2] / "docs" / "api").glob("*.md")
-PATHS = re.findall(
-    r"^::: (.+)\.(\w+)$", "\n".join(page.read_text(encoding="utf-8") for page in API_PAGES), re.MULTILINE
-)
+PATHS = re.findall(r"^::: (.+)\.(\w+)$", "\n".join(page.read_text(encoding="utf-8") for page in API_PAGES), re.M)
 DESCRIBED = {name: getattr(import_module(module), name) for module, name in PATHS}
 NAMES = {
     **DESCRIBED,

@@ -179,9 +179,8 @@ def test_quantize_quantises_what_the_file_has_as_floats(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_loaded_is_named(family, changes, without, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = gguf_files.write_model(
-        tmp_path / "model.gguf", family, gguf_files.model_of(family), changes=changes, without=without
-    )
+    model = gguf_files.model_of(family)
+    file = gguf_files.write_model(tmp_path / "model.gguf", family, model, changes=changes, without=without)
     with pytest.raises(runtime.ModelError, match=complaint):
         load_gguf(Path(file.name))
 

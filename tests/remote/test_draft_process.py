@@ -29,11 +29,8 @@ LIMIT_S = 120.0
 def pair(tmp_path_factory: Any) -> tuple[str, str]:
     """The folders of a target and of a draft model."""
     folder = tmp_path_factory.mktemp("pair")
-    target = models.llama()
-    return (
-        models.save(folder / "target", target),
-        models.save(folder / "draft", models.near(models.llama(), noise=0.05)),
-    )
+    target = models.save(folder / "target", models.llama())
+    return target, models.save(folder / "draft", models.near(models.llama(), noise=0.05))
 
 
 def pid_of(rt: runtime.Runtime) -> int:
@@ -83,9 +80,8 @@ async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[s
     target, draft = pair
     Path(tmp_path, "config.json").write_text(Path(draft, "config.json").read_text())
     Path(tmp_path, "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no weights
-    with pytest.raises(
-        runtime.ModelError, match=r"the drafter's process \d+ cannot load the drafter: cannot load draft"
-    ):
+    complaint = r"the drafter's process \d+ cannot load the drafter: cannot load draft"
+    with pytest.raises(runtime.ModelError, match=complaint):
         await open_and_close(target, tmp_path, draft_process=True)
 
 

@@ -111,9 +111,8 @@ async def test_several_streams_share_draft_steps_there(autojump_clock: Any) -> N
     seen: list[runtime.Event] = []
     async with opened(DRAFTERS["llama"](), listener=seen.append) as (rt, _):
         completions = await rt.generate_many(PROMPTS, max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
-    assert [ids(each.tokens) for each in completions] == [
-        greedy(models.llama(), prompt, NUM_TOKENS) for prompt in PROMPTS
-    ]
+    expected = [greedy(models.llama(), prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [ids(each.tokens) for each in completions] == expected
     assert all(each.statistics.accepted > 0 for each in completions)
     assert any(len(event.shares) == len(PROMPTS) for event in seen if isinstance(event, runtime.Span))
     assert {event.kind for event in seen if isinstance(event, runtime.Instant)} >= {"open", "proposal", "hit"}
@@ -165,9 +164,8 @@ async def test_a_text_is_reused_where_it_is(autojump_clock: Any) -> None:
             assert ids(completion.tokens) == greedy(models.llama(), prompt, 8)
             assert completion.statistics.draft_failures == 0
     spans = [event for event in seen if isinstance(event, runtime.Span) and event.actor == "draft"]
-    read = {
-        id: sum(span.num_tokens for span in spans if span.kind == "prefill" and span.session == id) for id in range(3)
-    }
+    prefills = [span for span in spans if span.kind == "prefill"]
+    read = {id: sum(span.num_tokens for span in prefills if span.session == id) for id in range(3)}
     assert read[0] == len(PROMPTS[2]) - 1
     assert max(read[1], read[2]) <= 2
 

@@ -514,11 +514,7 @@ NO_MODEL = "defines no Model; other modules use its parts"
 NO_IMPORT = "importing it ends the process without a package that mlx-lm does not depend on"
 METAL_ONLY = "calls Metal kernels that have no other implementation"
 
-LEFT_OUT: dict[str, str] = {
-    **dict.fromkeys(_PARTS, NO_MODEL),
-    "olmo": NO_IMPORT,
-    **dict.fromkeys(FOR_METAL, METAL_ONLY),
-}
+LEFT_OUT = {**dict.fromkeys(_PARTS, NO_MODEL), "olmo": NO_IMPORT, **dict.fromkeys(FOR_METAL, METAL_ONLY)}
 
 
 def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:

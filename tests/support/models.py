@@ -134,9 +134,8 @@ class Padded(Wrapped):
 
 def draw_weights(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
     """Redraw the random weights at a scale at which the layers affect the next token."""
-    weights = [
-        (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")
-    ]
+    parameters = tree_flatten(model.parameters())
+    weights = [(name, weight) for name, weight in parameters if weight.ndim > 1 or name.endswith(".bias")]
     keys = mx.random.split(mx.random.key(seed), len(weights))
     drawn = []
     for (name, weight), key in zip(weights, keys, strict=True):

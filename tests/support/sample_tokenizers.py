@@ -71,9 +71,8 @@ def byte_fallback() -> TokenizerWrapper:
     """A tokenizer like sentencepiece's: a space before each word but the first, and bytes for what has no token."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", *WORDS, *EMOJI_BYTES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
 
 

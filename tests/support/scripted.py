@@ -560,9 +560,7 @@ class ComparingWorker(SimulatedWorker):
         )
         if self._is_target:
             both = min(len(cached_tokens), len(committed))
-            assert cached_tokens[:both] == committed[:both], (
-                f"the target holds {cached_tokens}, its text is {committed}"
-            )
+            assert cached_tokens[:both] == committed[:both], f"the target holds {cached_tokens}, not {committed}"
 
 
 class LaggingWorker(ComparingWorker):

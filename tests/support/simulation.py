@@ -76,10 +76,8 @@ async def simulated_runtime(
     models = ((target_model, target), (draft_model, draft))
     with trio.fail_after(_TIMEOUT):
         await warm_up(*models, prices)
-        async with running(
-            *models, events=events, prices=prices, make_policy=make_policy, max_batch=max_batch
-        ) as runtime:
-            yield runtime
+        async with running(*models, events=events, prices=prices, make_policy=make_policy, max_batch=max_batch) as rt:
+            yield rt
 
 
 def rows_of(job: Job[Any]) -> int:

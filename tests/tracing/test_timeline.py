@@ -99,12 +99,8 @@ def broken_off(prompt: Sequence[int], after: int) -> Use:
 @pytest.fixture(scope="module")
 def several() -> list[Event]:
     """A stream, a concurrent one that is cancelled, and one without drafts."""
-    uses = [
-        generated([5, 6, 7], max_tokens=60, lookahead=4),
-        broken_off([9, 8, 7], 12),
-        generated([1, 2], max_tokens=9, lookahead=0),
-    ]
-    return simulate(*uses)[0]
+    drafted, plain = generated([5, 6, 7], max_tokens=60, lookahead=4), generated([1, 2], max_tokens=9, lookahead=0)
+    return simulate(drafted, broken_off([9, 8, 7], 12), plain)[0]
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +146,8 @@ def test_every_token_is_there_once_with_whom_it_is_from():
     (session,) = data_for(events, Words())["sessions"]
     tokens = [token for round in session["rounds"] for token in round["tokens"]]
     assert [alone for _, _, alone in tokens] == [f" w{token.id}" for token in completion.tokens]
-    assert [whose in ("accepted", "copied") for _, whose, _ in tokens] == [
-        token.from_draft for token in completion.tokens
-    ]
+    from_draft = [token.from_draft for token in completion.tokens]
+    assert [whose in ("accepted", "copied") for _, whose, _ in tokens] == from_draft
     whose = [whose for _, whose, _ in tokens]
     assert whose.count("bonus") == completion.statistics.bonus > 0
     assert {"accepted", "recovered", "bonus"} <= set(whose) <= {"accepted", "recovered", "bonus", "plain"}
@@ -407,9 +402,8 @@ def test_the_place_of_the_data_is_not_looked_for_in_the_data():
 
 def test_the_page_asks_nothing_of_any_network():
     page = page_for([])
-    assert (
-        re.search(r"(https?:)?//[a-z]|url\(|@import|\ssrc\s*=|\shref\s*=|fetch\(|XMLHttpRequest|import\(", page) is None
-    )
+    asking = r"(https?:)?//[a-z]|url\(|@import|\ssrc\s*=|\shref\s*=|fetch\(|XMLHttpRequest|import\("
+    assert re.search(asking, page) is None
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy[1].startswith("default-src 'none';")
 

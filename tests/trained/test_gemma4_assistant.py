@@ -27,14 +27,9 @@ class Case(Gemma4AssistantReader):
 
     def __init__(self, folder: Path) -> None:
         self.expected = expected_of(folder)
-        scale = self.expected["hidden"].shape[1] ** 0.5
+        embedding = self.expected["embedding"] * self.expected["hidden"].shape[1] ** 0.5
         model = load_gemma4_assistant(DrafterFiles.read(folder))
-        super().__init__(
-            model,
-            dict.fromkeys(KINDS),
-            lambda tokens: self.expected["embedding"][tokens] * scale,
-            lambda hidden: hidden,
-        )
+        super().__init__(model, dict.fromkeys(KINDS), lambda tokens: embedding[tokens], lambda hidden: hidden)
         self.tokens: list[int] = self.expected["tokens"].tolist()
 
     def features(self, begin: int, end: int) -> mx.array:
@@ -159,9 +154,8 @@ def test_an_untied_head_is_read_instead_of_the_embedding(tmp_path: Path) -> None
     weights: dict[str, mx.array] = mx.load(str(untied / "model.safetensors"))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = mx.zeros((3, 3))
-    mx.save_safetensors(
-        str(write_gemma4(tmp_path / "untied", tie_word_embeddings=False) / "model.safetensors"), weights
-    )
+    folder = write_gemma4(tmp_path / "untied", tie_word_embeddings=False)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
     [expected, found] = (load_gemma4_assistant(DrafterFiles.read(folder)) for folder in (tied, untied))
     assert mx.array_equal(found.embed_tokens.weight, expected.embed_tokens.weight)
 

@@ -231,9 +231,8 @@ async def test_a_draft_pass_is_shared_by_nearly_all_streams(kind, num_texts, mea
     first = {session: min(step.began for step in steps if session in step.sessions) for session in sessions}
     last = {session: max(step.ended for step in steps if session in step.sessions) for session in first}
     assert len(first) == num_texts
-    rows = [
-        len(step.sessions) for step in steps if max(first.values()) <= step.began and step.ended <= min(last.values())
-    ]
+    begin, end = max(first.values()), min(last.values())
+    rows = [len(step.sessions) for step in steps if begin <= step.began and step.ended <= end]
     assert sum(rows) / len(rows) >= mean_rows
 
 

@@ -29,9 +29,7 @@ Pair = tuple[tuple[Module, Any], tuple[Module, Any]]
 def pairs(demo_pair: Pair) -> dict[str, Pair]:
     """The demo draft model, which is quick, drafting for itself in other vocabularies."""
     _, (model, tokenizer) = demo_pair
-    return {
-        name: ((model, tokenizer), (make().given_to(model), make().tokenizer)) for name, make in VOCABULARIES.items()
-    }
+    return {name: ((model, tokenizer), (new().given_to(model), new().tokenizer)) for name, new in VOCABULARIES.items()}
 
 
 @pytest.fixture(autouse=True)
