@@ -1,14 +1,18 @@
-"""`draft="ngram"` in simulated time: the target's own text, sooner if it repeats itself, and never much later.
+"""`draft="ngram"`: the target's own text, sooner if it repeats itself, and never much later; first in simulated time.
 
 Times that are compared with == are made of powers of two.
 """
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from completions import open_and_close
+from models import greedy, llama, mamba, prompt_of
+from our_threads import outrider_thread_names, outrider_threads
 from scripted import (
     VOCAB_SIZE,
     Price,
@@ -31,6 +35,7 @@ from scripted import (
 )
 from sweeps import sweep
 
+import runtime
 from actors.drafters.drafter import MAX_IDLE_ROUNDS
 from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
@@ -388,3 +393,30 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
         assert await collect(stream) == plain_text(counting(5), [2], 12)
         assert stream.statistics().draft_failures == 1
         assert await collect(other) == plain_text(counting(5), [2], 12)
+
+
+# --- on real models and threads -------------------------------------------------------------------
+@sweep("lookahead", [3, "auto"])
+async def test_the_text_is_the_greedy_one_and_there_is_no_thread_but_the_targets(lookahead: Any) -> None:
+    # With this seed it repeats itself.
+    target, seen, text = mamba(6), list[list[str]](), list[int]()
+    async with runtime.open((target, None), "ngram") as rt:
+        async for token in rt.stream(prompt_of(9) * 4, max_tokens=50, lookahead=lookahead):
+            seen.append(outrider_thread_names())
+            text.append(token.id)
+        statistics = rt.statistics()
+    assert text == greedy(target, prompt_of(9) * 4, 50)
+    assert seen == [["outrider-target"]] * 50
+    assert 0 < statistics.accepted <= statistics.proposed
+    assert statistics.draft_busy == statistics.draft_failures == 0
+    assert outrider_threads() == []
+
+
+@sweep("target, draft, says", [
+    ("ngram", "ngram", 'target must be a model here, and "ngram" has none'),
+    *((llama(), draft, "ngram' does not exist") for draft in ("./ngram", Path("ngram"), "models/with/ngram")),
+])  # fmt: skip
+async def test_prompt_lookup_is_no_target_and_a_path_of_that_name_is_a_path(target: Any, draft: Any, says: str) -> None:
+    with pytest.raises((runtime.SettingsError, runtime.ModelError), match=says):
+        await open_and_close(target if target == "ngram" else (target, None), draft)
+    assert outrider_threads() == []

@@ -1,4 +1,4 @@
-"""Texts of a target that is sharded over ranks, saved and taken up again: each rank has a part of the caches."""
+"""Texts of a target that is sharded over ranks: those of one process; and saved, where each rank has a part of them."""
 
 import json
 from collections import deque
@@ -16,6 +16,24 @@ from actors.mlx.sequence_state import Recorder, SequenceState, recall
 from actors.persistence import rank_parts
 from protocol.errors import RankError
 from protocol.rank_messages import OperationResult, RankMessage, decode, encode
+
+
+@pytest.mark.parametrize(("size", "cases"), [
+    (2, {"llama": ("drafted", "beside cancelled")}),
+    pytest.param(2, {"qwen3_5": ("drafted",)}, marks=pytest.mark.slow),
+    pytest.param(2, {"deepseek_v3": ("plain",), "qwen3_next": ("drafted",)}, marks=pytest.mark.slow),
+    pytest.param(3, {"gpt_oss": ("drafted",)}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ranks_give_the_texts_of_one_process(size: int, cases: dict[str, tuple[str, ...]]) -> None:
+    """Each family runs drafted, without a drafter, or beside streams that are cancelled."""
+    with ranks(rank_programs.equal_texts, size, cases) as (first, *others):
+        for name, runs in cases.items():
+            for run in runs:
+                *which, alone, sharded = first.result()
+                assert which == [name, run]
+                assert sharded == alone
+                assert alone.get("cached", [1]) > [0]
+        assert [rank.join() for rank in (first, *others)] == [0] * size
 
 
 @pytest.mark.slow

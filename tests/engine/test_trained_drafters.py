@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from completions import open_and_close
 from sweeps import sweep
 
 import runtime
@@ -54,8 +55,7 @@ def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> N
 async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(runtime.ModelError) as refusal:
-        async with runtime.open(runtime.DEMO_TARGET, draft=tmp_path):
-            pass
+        await open_and_close(runtime.DEMO_TARGET, draft=tmp_path)
     assert str(refusal.value) == (
         f"draft '{tmp_path}' is a drafter trained for its target, of the kind {kind}, which cannot be used; nearest "
         f'to it is {nearest_to(kind)}; or draft with "ngram"'
@@ -94,8 +94,7 @@ async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(tmp_
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle"}))
     hub = FakeHub(tmp_path, monkeypatch)
     with pytest.raises(runtime.ModelError, match=r"draft 'org/head' is a drafter .* of the kind EAGLE,"):
-        async with runtime.open(runtime.DEMO_TARGET, draft="org/head"):
-            pass
+        await open_and_close(runtime.DEMO_TARGET, draft="org/head")
     assert len(hub.asked) == 1
 
 
@@ -108,8 +107,7 @@ async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, mon
 
     monkeypatch.setattr(model_reading, "load", load)
     with pytest.raises(runtime.ModelError, match="cannot load draft 'org/other'"):
-        async with runtime.open(runtime.DEMO_TARGET, draft="org/other"):
-            pass
+        await open_and_close(runtime.DEMO_TARGET, draft="org/other")
 
 
 async def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +118,7 @@ async def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatc
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(runtime.ModelError, match=r"the Hugging Face hub it could not be fetched: .* no network$"):
-        async with runtime.open(runtime.DEMO_TARGET, draft="org/other"):
-            pass
+        await open_and_close(runtime.DEMO_TARGET, draft="org/other")
     assert pauses == []
 
 
