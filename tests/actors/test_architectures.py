@@ -126,8 +126,7 @@ def test_the_reason_holds_for_which_a_module_is_left_out(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str) -> None:
-    architecture = ARCHITECTURES[name]
-    model = build(name)
+    architecture, model = ARCHITECTURES[name], build(name)
     assert kinds(model) == architecture.kinds
     # The runtime comes first: nothing of the model has been computed on its thread yet.
     async with runtime.open((model, None)) as rt:
@@ -172,8 +171,7 @@ def _assert_rewound(architecture: Architecture, rewind: str, statistics: runtime
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ALL_CACHES)
 async def test_a_rewound_drafter_guesses_as_a_fresh_one(name: str) -> None:
-    architecture = ARCHITECTURES[name]
-    model = build(name)
+    architecture, model = ARCHITECTURES[name], build(name)
     text = guessed(model)
     # "auto" trims where it can, and makes checkpoints elsewhere; `test_cache_rewind.py` has checkpoints of all caches.
     async with with_a_fake(model, text, is_target=False, rewind="auto") as rt:

@@ -84,7 +84,8 @@ def test_where_no_number_can_be_set_nothing_is_held() -> None:
     assert Machine(2).sharing().hold_s == ALONE_AFTER_S
 
 
-async def test_jobs_of_two_workers_at_once_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@sweep("kinds, set_to", [(("verify", "draft"), [2, 1]), (("prefill", "open"), [2])])
+async def test_jobs_of_two_workers_at_once_share_the_cores_if_both_run_models(kinds, set_to, monkeypatch):
     machine = Machine(2)
     monkeypatch.setattr(thread_worker, "CORES", machine.sharing())
     both = threading.Barrier(2)
@@ -92,16 +93,6 @@ async def test_jobs_of_two_workers_at_once_share_the_cores(monkeypatch: pytest.M
         await target.run(Job("verify", lambda: None))
         assert machine.set_to == [2]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(target.run, Job("verify", both.wait))
-            nursery.start_soon(draft.run, Job("draft", both.wait))
-        assert machine.set_to == [2, 1]
-
-
-async def test_a_job_that_runs_no_model_takes_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(2)
-    monkeypatch.setattr(thread_worker, "CORES", machine.sharing())
-    both = threading.Barrier(2)
-    async with ThreadWorker("target") as target, ThreadWorker("draft") as draft, trio.open_nursery() as nursery:
-        nursery.start_soon(target.run, Job("prefill", both.wait))
-        nursery.start_soon(draft.run, Job("open", both.wait))
-    assert machine.set_to == [2]
+            for worker, kind in zip((target, draft), kinds, strict=True):
+                nursery.start_soon(worker.run, Job(kind, both.wait))
+        assert machine.set_to == set_to

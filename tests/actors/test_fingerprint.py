@@ -46,8 +46,7 @@ def test_the_same_model_has_the_same_fingerprint_however_often_it_is_loaded(tmp_
 
 def test_a_model_at_work_has_the_fingerprint_that_it_has_at_rest() -> None:
     model = llama()
-    at_rest = fingerprint(model)
-    wrapped = MLXModel(model, CacheOptions())
+    at_rest, wrapped = fingerprint(model), MLXModel(model, CacheOptions())
     with wrapped.evaluating_layers():
         sequence = wrapped.open_sequence(beside_another=True)
         sequence.feed((1, 2, 3), 1)

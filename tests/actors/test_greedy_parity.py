@@ -131,8 +131,7 @@ async def test_ids_that_the_drafter_has_no_embedding_for_are_never_looked_up_in_
 
 # --- sliding windows and recurrent state ----------------------------------------------------------
 async def test_a_sliding_window_target_whose_prompt_fills_the_window_already() -> None:
-    target = gemma3_text(window=8)
-    prompt = prompt_of(40)
+    target, prompt = gemma3_text(window=8), prompt_of(40)
     text = greedy(target, prompt, 32)
     async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
         for lookahead in (3, 8):
@@ -170,8 +169,7 @@ class Watched(Wrapped):
 
 @sweep("drafter", ["right", "near"])
 async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(drafter: str) -> None:
-    target = Watched(small_llama())
-    draft = Watched(DRAFTERS[drafter](small_llama()))
+    target, draft = Watched(small_llama()), Watched(DRAFTERS[drafter](small_llama()))
     for lookahead, completion in await completions(target, draft, PROMPT, rewind="none", max_tokens=24):
         assert ids(completion) == llama_text(PROMPT, 24)
         assert completion.statistics.n1_rounds == completion.statistics.proposed

@@ -289,8 +289,7 @@ async def test_a_processor_with_a_state_and_a_seed_gives_one_text_with_any_draft
 
 
 async def test_streams_at_once_may_share_a_processor() -> None:
-    reference = plain(TARGET, own=[banned])
-    processor = Bans()
+    reference, processor = plain(TARGET, own=[banned]), Bans()
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
         first = rt.stream(PROMPT, max_tokens=NUM_TOKENS, lookahead=2, logits_processors=[processor])
         for _ in range(5):

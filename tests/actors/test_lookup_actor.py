@@ -308,8 +308,7 @@ async def seconds(script: Script, price: Price, num_tokens: int, draft: Any = "n
 
 @pytest.mark.parametrize("slope", [0.06, 1.0])
 async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_clock: Any) -> None:
-    text = never_the_same(8)
-    price = sloped(slope)
+    text, price = never_the_same(8), sloped(slope)
     plain = await seconds(reciting(text), price, 500, draft=None)
     always = await seconds(reciting(text), price, 500, lookahead=2)
     auto = await seconds(reciting(text), price, 500)

@@ -145,8 +145,7 @@ BY_CACHES = {tuple(sorted(set(each.kinds))): name for name, each in reversed(ARC
 def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> None:
     model = MLXModel(build(name), CacheOptions())
     ways = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3]]
-    expected = [read_on(read(model), way) for way in ways]
-    source = read(model)
+    expected, source = [read_on(read(model), way) for way in ways], read(model)
     first = source.copy(NUM_READ)
     assert (first.length, first.needs_prefix_checkpoints) == (NUM_READ, source.needs_prefix_checkpoints)
     # By turns, so that each writes after the others.

@@ -131,8 +131,7 @@ async def test_others_may_begin_and_be_cancelled_beside_a_busy_processor(draft: 
     gate = Gate()
     settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 2, "logits_processors": [gate]}
     async with runtime.open((TARGET, None), draft) as rt:
-        first = rt.stream(PROMPT, **settings)
-        third = rt.stream(PROMPT, **settings)
+        first, third = rt.stream(PROMPT, **settings), rt.stream(PROMPT, **settings)
         await gate.is_entered.wait()
         second = rt.stream(PROMPT, **settings)
         await third.aclose()

@@ -322,8 +322,7 @@ async def test_leaving_tells_whoever_waits_and_what_was_committed_can_still_be_r
     held = BlockingModel(target())
     async with opened(face.open, held) as rt:
         with released_on_exit(held):
-            unread = rt.stream(PROMPT, **LONG)
-            read = rt.stream(PROMPT, **LONG)
+            unread, read = rt.stream(PROMPT, **LONG), rt.stream(PROMPT, **LONG)
             for _ in range(5):
                 await next_of(read)
             held.block()

@@ -33,8 +33,7 @@ TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.
 @pytest.mark.parametrize("draft", [["ngram"], ["model", "--draft-rank", "1"]], ids=["", "draft-rank"])
 def test_generate_gives_the_text_of_one_process(tmp_path: Path, draft: list[str]):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
-    ports = free_ports(2)
-    hostfile = tmp_path / "hosts.json"
+    ports, hostfile = free_ports(2), tmp_path / "hosts.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     command = [sys.executable, "-m", "runtime", "generate", "w1 w2 w3", "-m", "8", "--target", str(model)]
     processes = [

@@ -113,8 +113,7 @@ def test_a_target_that_cannot_be_rewound_gains_nothing() -> None:
 def test_times_that_no_line_fits_are_predicted_from_as_they_are() -> None:
     # Up to five tokens cost no more than one, which a drafter that is always right uses; nine cost a hundred passes.
     step = dict(zip(WIDTHS, (0.001, 0.001, 0.001, 0.001, 0.1), strict=True))
-    flat = dict.fromkeys(WIDTHS, 0.001)
-    draft = dict.fromkeys(WIDTHS, 0.0001)
+    flat, draft = dict.fromkeys(WIDTHS, 0.001), dict.fromkeys(WIDTHS, 0.0001)
     stepped, plateau = (findings(verify_seconds=table, draft_seconds=draft) for table in (step, flat))
     assert 3.5 < stepped.speedup(1.0) < 5.5
     assert stepped.speedup(1.0) < plateau.speedup(1.0)

@@ -139,8 +139,7 @@ def test_random_streams_stay_below_the_limit_and_none_is_lost(streams: Any, spar
 async def test_a_stream_that_is_cancelled_while_it_waits_lets_the_next_one_begin(autojump_clock: Any) -> None:
     async with limited(bytes_of(100, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
         rt = simulation.runtime
-        first = rt.stream([1], max_tokens=59)
-        large = rt.stream([2], max_tokens=98)
+        first, large = rt.stream([1], max_tokens=59), rt.stream([2], max_tokens=98)
         small = rt.stream([3], max_tokens=30)
         assert (rt.num_streams, rt.num_waiting) == (1, 2)  # the small one would fit, and waits its turn
         await large.aclose()

@@ -23,8 +23,7 @@ NUM_STEPS = 3
 
 def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, begin: int) -> list[mx.array]:
     """The logits at a position, and of the steps that go on from it with the drafter's own hidden states."""
-    cache = loaded.model.make_cache()
-    embedded = loaded.embedding(tokens)[None]
+    cache, embedded = loaded.model.make_cache(), loaded.embedding(tokens)[None]
     hidden = loaded.model.project(features)[None, : begin + 1]
     given = []
     hidden, logits = loaded.model(hidden, embedded[:, : begin + 1], cache)
@@ -39,8 +38,7 @@ def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, beg
 
 @sweep("case", [*CASES, *sorted((Path(__file__).parent / "peagle").iterdir())])
 def test_the_logits_after_a_text_are_those_of_the_torch_classes(case: Path) -> None:
-    loaded = load_eagle3(DrafterFiles.read(case))
-    expected = expected_of(case)
+    loaded, expected = load_eagle3(DrafterFiles.read(case)), expected_of(case)
     num_parallel, num_tokens = loaded.model.config.num_parallel, len(expected["tokens"])
     assert num_parallel == (NUM_STEPS - 1 if case.parent.name == "peagle" else 0)
     text: tuple[int, ...] = (0, *expected["tokens"].tolist())
@@ -76,8 +74,7 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
     renamed["t2d"] = mx.ones((96,), mx.bool_)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
-    expected = expected_of(case)
-    loaded = load_eagle3(DrafterFiles.read(tmp_path))
+    expected, loaded = expected_of(case), load_eagle3(DrafterFiles.read(tmp_path))
     [first, *_] = chain_logits(loaded, expected["features"], expected["tokens"], 4)
     assert mx.allclose(first, expected["logits0"][4], rtol=1e-4, atol=1e-4)
     # They name no layers.
@@ -139,8 +136,7 @@ def test_a_target_without_the_layers_is_refused(layers: tuple[int, ...]) -> None
 
 @sweep("case", CASES)
 def test_all_steps_at_all_positions_at_once_are_those_of_the_torch_classes(case: Path) -> None:
-    loaded = load_eagle3(DrafterFiles.read(case))
-    expected = expected_of(case)
+    loaded, expected = load_eagle3(DrafterFiles.read(case)), expected_of(case)
     # Speculators fills up with the token 0.
     tokens = mx.concatenate([expected["tokens"], mx.zeros((NUM_STEPS - 1,), mx.int32)])
     given = logits_of_steps(loaded.model, expected["features"][None], loaded.embedding(tokens)[None], NUM_STEPS)

@@ -28,8 +28,7 @@ WITHOUT_PARTS = {"longcat_flash_ngram", "nanochat", "phixtral", "talkie"}
 
 @sweep("name", ARCHITECTURES)
 def test_every_familys_features_lead_to_its_logits_or_an_error(name: str) -> None:
-    model = build(name)
-    tokens = TOKENS[:1]
+    model, tokens = build(name), TOKENS[:1]
     expected = model(tokens, cache=make_prompt_cache(model))
     num_layers = len(model.layers)
     recorder = FeatureRecorder(model, (0, num_layers // 2, num_layers))
@@ -89,8 +88,7 @@ def test_nothing_is_recorded_where_nobody_asks() -> None:
 
 @sweep("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
-    built = build(name)
-    draws = random.Random(5)
+    built, draws = build(name), random.Random(5)
     with evaluating_layers(built):
         model = MLXModel(built, CacheOptions())
         model.record_features((0, 1, len(built.layers)))

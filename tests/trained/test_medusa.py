@@ -21,8 +21,7 @@ CASES = sorted(path for path in (Path(__file__).parent / "medusa").iterdir() if 
 
 @sweep("case", CASES)
 def test_the_logits_are_those_of_the_authors_definition(case: Path) -> None:
-    expected = expected_of(case)
-    model = load_medusa(DrafterFiles.read(case))
+    expected, model = expected_of(case), load_medusa(DrafterFiles.read(case))
     assert len(model.heads) == len(expected["logits"])
     for head, logits in zip(model.heads, expected["logits"], strict=True):
         assert mx.allclose(head(expected["hidden"]), logits, rtol=1e-4, atol=1e-4)

@@ -32,8 +32,7 @@ def load_mtp(folder: Path, target: Any) -> MTPLayers:
 
 @sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_layers_alone_or_in_a_chain(case: Path) -> None:
-    readers = mtp_readers(case, mtp_target_of(case))
-    expected = expected_of(case)
+    readers, expected = mtp_readers(case, mtp_target_of(case)), expected_of(case)
     num_steps, num_tokens, _ = expected["logits"].shape
     assert num_steps == 2 + len(readers)
     tokens: tuple[int, ...] = (0, *expected["tokens"].tolist())

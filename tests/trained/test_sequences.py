@@ -340,8 +340,7 @@ ROWS = mx.arange(600).reshape(300, 2)
 
 @sweep("seed", range(8))
 def test_each_row_is_that_of_its_position(seed: int) -> None:
-    draws = random.Random(seed)
-    rows = PositionedRows()
+    draws, rows = random.Random(seed), PositionedRows()
     for _ in range(60):
         match draws.choice(("add", "add", "drop_from", "drop_before", "gap")):
             case "add":
