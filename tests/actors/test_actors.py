@@ -29,6 +29,8 @@ NUM_TOKENS = 24
 
 
 # --- the greedy text ------------------------------------------------------------------------------
+
+
 @sweep("lookahead", LOOKAHEADS)
 async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(lookahead: Any, autojump_clock: Any) -> None:
     prompt = prompt_with_distinct_continuation(12)
@@ -73,6 +75,8 @@ async def test_a_prompt_that_ends_with_a_stop_token_still_has_a_continuation(aut
 
 
 # --- the ends of contexts -------------------------------------------------------------------------
+
+
 @sweep("lookahead", LOOKAHEADS)
 async def test_a_text_ends_with_the_targets_context_and_not_with_the_drafters(lookahead, autojump_clock):
     for context_length in range(1, 18):
@@ -103,6 +107,8 @@ async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, auto
 
 
 # --- vocabularies of different widths -------------------------------------------------------------
+
+
 @sweep("width", [VOCAB_SIZE - 7, VOCAB_SIZE + 9])
 @sweep("temperature", [0.0, 1.0])
 async def test_rows_that_only_one_of_the_two_models_has_change_no_token(width, temperature, autojump_clock):
@@ -121,6 +127,8 @@ async def test_rows_that_only_one_of_the_two_models_has_change_no_token(width, t
 
 
 # --- prefill --------------------------------------------------------------------------------------
+
+
 @sweep("prompt_length", [1, 2, 3, 7, 8, 9, 30])
 async def test_a_prompt_of_any_length_goes_in_by_chunks_of_any_size(prompt_length: int, autojump_clock: Any) -> None:
     prompt = list(range(prompt_length))
@@ -246,6 +254,8 @@ async def test_a_drafter_that_can_rewind_until_it_is_full_looks_ahead_until_then
 
 
 # --- statistics -----------------------------------------------------------------------------------
+
+
 @sweep("agreement", AGREEMENTS)
 @sweep("lookahead", [*LOOKAHEADS, 64])
 async def test_the_text_is_the_targets_and_counts_add_up(lookahead: Any, agreement: float, autojump_clock: Any) -> None:

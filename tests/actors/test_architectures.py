@@ -99,6 +99,8 @@ async def with_a_fake(
 
 
 # --- the registry ---------------------------------------------------------------------------------
+
+
 def test_every_module_of_mlx_lm_is_built_or_left_out_for_a_reason() -> None:
     modules = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
     assert sorted([*ARCHITECTURES, *LEFT_OUT]) == sorted(modules)
@@ -123,6 +125,8 @@ def test_the_reason_holds_for_which_a_module_is_left_out(name: str) -> None:
 
 
 # --- one model under test, and one that knows the text --------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str) -> None:

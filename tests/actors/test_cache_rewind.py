@@ -184,6 +184,8 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
 
 
 # --- sliding windows and bounded caches -----------------------------------------------------------
+
+
 @sweep("name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"])
 @sweep(
     "num_settled, rewind",
@@ -234,6 +236,8 @@ def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> No
 
 
 # --- bounds ---------------------------------------------------------------------------------------
+
+
 @sweep("name", SUBJECTS)
 def test_a_sequence_refuses_a_rewind_to_where_nothing_was_kept(name: str) -> None:
     sequence = subject(name).open_sequence("none")
@@ -308,6 +312,8 @@ def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
 
 
 # --- quantised and bounded caches, through the runtime --------------------------------------------
+
+
 @functools.cache
 def wide_headed() -> nn.Module:
     return build("qwen3", head_dim=32)
@@ -346,6 +352,8 @@ async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with
 
 
 # --- unknown cache classes ------------------------------------------------------------------------
+
+
 class CleverKVCache(KVCache):
     """An unknown subclass of a known cache. Each is warned of once a process, so there is another one."""
 
@@ -394,6 +402,8 @@ def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
 
 
 # --- single layers --------------------------------------------------------------------------------
+
+
 @sweep("name", SUBJECTS)
 def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
     made = subject(name)

@@ -87,6 +87,8 @@ def taken(sequence: MLXSequence, tokens: list[int]) -> SequenceState:
 
 
 # --- write and read, by class ---------------------------------------------------------------------
+
+
 @sweep(
     "at_once, length",
     [
@@ -268,6 +270,8 @@ def test_impossible_prefix_checkpoints_are_refused() -> None:
 
 
 # --- states of another shape ----------------------------------------------------------------------
+
+
 def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
     class Mine(KVCache):
         pass

@@ -45,6 +45,8 @@ def searched(text: Sequence[int], num_tokens: int, shortest: int) -> list[Copied
 
 
 # --- results --------------------------------------------------------------------------------------
+
+
 @sweep(
     ("text", "expected"),
     [
@@ -91,6 +93,8 @@ def test_long_quotations_are_found_as_a_search_finds_them(sources, data):
 
 
 # --- how sure it is -------------------------------------------------------------------------------
+
+
 def test_a_longer_match_is_surer_and_none_is_certain():
     confidences = [Copied(5, length).confidence for length in range(1, MAX_MATCH + 1)]
     assert confidences == sorted(confidences)

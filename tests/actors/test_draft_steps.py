@@ -64,6 +64,8 @@ def runs_of(simulation: Simulation) -> list[int]:
 
 
 # --- how many steps a run has ---------------------------------------------------------------------
+
+
 @sweep("chains", [False, True])
 @sweep("lookahead", [1, 2, 3, 5, 8])
 async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another(lookahead, chains, autojump_clock):
@@ -107,6 +109,8 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
 
 
 # --- what ends a run ------------------------------------------------------------------------------
+
+
 class CopiesFirst(AutoPolicy):
     """Drafts after the end of a copy, and then from the committed text on, along the tokens that were copied."""
 
@@ -328,6 +332,8 @@ def test_launching_steps_early_changes_neither_text_nor_proposals(lookahead, set
 
 
 # --- on real caches -------------------------------------------------------------------------------
+
+
 class OnThread:
     """Draft steps on a real cache, with the session state that the drafter would keep."""
 
@@ -445,6 +451,8 @@ async def test_where_tokens_are_drawn_no_proposal_is_cut_for_what_was_drafted_af
 
 
 # --- on threads -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("chains", [False, True])
 async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(chains: bool) -> None:
     target, prompt = llama(), prompt_of(9)
@@ -462,6 +470,8 @@ async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(c
 
 
 # --- several texts --------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "asked", [{}, {"temperature": 0.8, "acceptance": "match"}, {"temperature": 0.8, "acceptance": "match", "top_k": 5}]
 )

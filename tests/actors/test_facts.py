@@ -38,6 +38,8 @@ def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
 
 
 # --- threads: why a model has one of its own, and what may cross (actors.workers.worker) ------------------
+
+
 def test_streams_and_lazy_arrays_work_on_their_own_thread_only() -> None:
     stream, x = mx.new_stream(mx.cpu), mx.arange(4) * 2
     assert mx.sum(mx.ones(3), stream=stream).item() == 3
@@ -66,6 +68,8 @@ def test_the_random_state_belongs_to_a_thread() -> None:
 
 
 # --- randomness: why noise is made at one width for both models (protocol.acceptance) -------------
+
+
 def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
     key = mx.random.key(5)
     narrow, wide = mx.random.gumbel((16,), key=key), mx.random.gumbel((20,), key=key)
@@ -73,6 +77,8 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
 
 
 # --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_kinds) -------------
+
+
 @sweep("kind, seen", [(KVCache, [0, 1, 2, 90]), (ConcatenateKVCache, [0, 1, 2, 3, 4, 90])])
 def test_a_cache_forgets_what_is_trimmed_but_one_that_concatenates_keeps_it(kind: type, seen: list[int]) -> None:
     cache = kind()

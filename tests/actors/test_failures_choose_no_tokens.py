@@ -314,6 +314,8 @@ def test_a_trained_drafter_that_fails_leaves_the_distribution() -> None:
 
 
 # --- a drafter that is detached -------------------------------------------------------------------
+
+
 async def detached(num_texts: int, after_s: float, is_elsewhere: bool) -> float:
     """The p-value of the first three tokens of texts whose drafter is detached. The first token of all ends a text."""
     texts: Counter[tuple[int, ...]] = Counter()

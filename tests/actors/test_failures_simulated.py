@@ -55,6 +55,8 @@ async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12
 
 
 # --- the drafter ----------------------------------------------------------------------------------
+
+
 @sweep(
     "lookahead, price",
     [(1, "quick drafter"), (5, "slow drafter"), pytest.param("auto", "quick drafter", marks=pytest.mark.slow)],
@@ -329,6 +331,8 @@ async def test_a_target_whose_cache_lost_count_ends_that_session_and_no_other(au
 
 
 # --- health ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("draft", "alive"), [("model", True), ("ngram", True), ("none", None)])
 async def test_a_runtime_is_healthy_until_it_is_left(draft: str, alive: bool | None, autojump_clock: Any) -> None:
     drafters = {"model": drafter(), "ngram": "ngram", "none": None}
@@ -364,6 +368,8 @@ async def test_a_runtime_that_is_cancelled_from_further_out_is_no_longer_healthy
 
 
 # --- misplaced messages ---------------------------------------------------------------------------
+
+
 class Forging:
     """The sending end of a mailbox that inserts a forged message behind the n-th."""
 
@@ -411,6 +417,8 @@ async def test_a_misplaced_message_ends_at_most_its_own_session(to: str, forged:
 
 
 # --- consumers ------------------------------------------------------------------------------------
+
+
 async def test_two_consumers_may_take_turns(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         stream = simulation.runtime.stream(PROMPT, **SETTINGS)
@@ -439,6 +447,8 @@ async def test_the_runtime_of_a_task_is_the_innermost_that_is_open(autojump_cloc
 
 
 # --- the user's own errors ------------------------------------------------------------------------
+
+
 class BodyError(Exception):
     pass
 

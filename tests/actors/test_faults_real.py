@@ -99,6 +99,8 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
 
 
 # --- a drafter that hangs -------------------------------------------------------------------------
+
+
 class Hanging(Wrapped):
     """A model with a call that does not return until it is released: in Python code, so that its thread can be left."""
 

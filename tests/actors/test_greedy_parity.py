@@ -54,6 +54,8 @@ async def completions(
 
 
 # --- drafters and lookaheads ----------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @sweep("drafter", DRAFTERS)
 async def test_every_lookahead_gives_the_greedy_text(drafter: str) -> None:
@@ -91,6 +93,8 @@ async def test_scaled_rotary_embeddings_work_on_other_threads() -> None:
 
 
 # --- vocabularies of different widths -------------------------------------------------------------
+
+
 class Tempting(Padded):
     """A padded model whose padding rows always win."""
 
@@ -130,6 +134,8 @@ async def test_ids_that_the_drafter_has_no_embedding_for_are_never_looked_up_in_
 
 
 # --- sliding windows and recurrent state ----------------------------------------------------------
+
+
 async def test_a_sliding_window_target_whose_prompt_fills_the_window_already() -> None:
     target, prompt = gemma3_text(window=8), prompt_of(40)
     text = greedy(target, prompt, 32)
@@ -145,6 +151,8 @@ async def test_a_sliding_window_target_whose_prompt_fills_the_window_already() -
 
 
 # --- rewind ---------------------------------------------------------------------------------------
+
+
 class Watched(Wrapped):
     """Records the numbers of tokens that its caches are asked to trim."""
 
@@ -196,6 +204,8 @@ async def test_rewind_trim_is_refused_where_a_cache_cannot_be_trimmed() -> None:
 
 
 # --- the demo pair --------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 async def test_the_demo_pairs_text_is_the_targets_and_is_drafted_while_the_target_verifies(demo_pair: Any) -> None:
     """With a fixed lookahead, because a busy machine's drafter may rest."""

@@ -252,6 +252,8 @@ def test_under_match_a_seeds_text_does_not_depend_on_the_policy() -> None:
 
 
 # --- neighbours in shared passes ------------------------------------------------------------------
+
+
 @pytest.mark.slow
 def test_neighbours_with_their_own_draws_leave_shared_texts_alone() -> None:
     """What a neighbour drew decides when passes begin, how wide they are, and what is left out of a proposal."""

@@ -123,6 +123,8 @@ async def test_a_drafter_with_the_penalties_is_right_and_without_them_harmless()
 
 
 # --- filters --------------------------------------------------------------------------------------
+
+
 def opened(**keywords: Any) -> Open:
     return Open(0, tuple(PROMPT), Settings(**keywords), seed=keywords.get("seed", 0) or 0, stop_tokens=frozenset())
 
@@ -227,6 +229,8 @@ async def test_a_seeds_text_depends_only_on_target_prompt_and_settings(pair: str
 
 
 # --- user-defined processors ----------------------------------------------------------------------
+
+
 class Bans:
     """Bans the tokens that it has seen generated. It keeps them as a state, and asserts the promised order of calls."""
 
@@ -422,6 +426,8 @@ async def test_a_processor_that_returns_no_logits_is_told_so() -> None:
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
+
+
 @sweep("build", [llama, *(pytest.param(build, marks=pytest.mark.slow) for build in (sliding_llama, mamba))])
 async def test_log_probabilities_are_those_of_plain_decoding(build: Any) -> None:
     model, penalties = build(), {"presence_penalty": 1.2}
@@ -466,6 +472,8 @@ async def test_log_probabilities_are_given_where_they_are_asked_for() -> None:
 
 
 # --- bounds that depend on the model --------------------------------------------------------------
+
+
 async def test_what_the_vocabulary_does_not_have_is_refused() -> None:
     async with runtime.open((TARGET, None)) as rt:
         for name, value in {

@@ -48,6 +48,8 @@ LOOKAHEADS = [1, 2, 4, 9, 64, "auto"]
 
 
 # --- texts ----------------------------------------------------------------------------------------
+
+
 def counting(period: int) -> Script:
     """0, 1, 2, … and again from 0."""
     return lambda history: spike((history[-1] + 1) % period)
@@ -112,6 +114,8 @@ def sizes(simulation: Simulation) -> list[int]:
 
 
 # --- the text -------------------------------------------------------------------------------------
+
+
 @sweep(
     "kind, lookahead",
     [(kind, LOOKAHEADS[n]) for i, kind in enumerate(SCRIPTS) for n in range(i % 2, len(LOOKAHEADS), 2)],
@@ -268,6 +272,8 @@ async def test_nothing_is_proposed_after_the_end_of_the_text(stop: int, autojump
 
 
 # --- auto: prices, and rests ----------------------------------------------------------------------
+
+
 async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) -> None:
     prompt = list(range(9)) * 9
     async with simulated(ScriptedModel(counting(9)), "ngram", price=sloped(0.0)) as simulation:
@@ -379,6 +385,8 @@ async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autoju
 
 
 # --- messages, tasks, cancellation ----------------------------------------------------------------
+
+
 def drafter(simulation: Simulation) -> LookupActor:
     actor = simulation.runtime._draft
     assert isinstance(actor, LookupActor)
@@ -395,6 +403,8 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
 
 
 # --- on real models and threads -------------------------------------------------------------------
+
+
 @sweep("lookahead", [3, "auto"])
 async def test_the_text_is_the_greedy_one_and_there_is_no_thread_but_the_targets(lookahead: Any) -> None:
     # With this seed it repeats itself.

@@ -140,6 +140,8 @@ async def test_logits_after_text_that_does_not_come_do_not_matter(autojump_clock
 
 
 # --- the drafter ----------------------------------------------------------------------------------
+
+
 @sweep(
     "mode, position, chains", zip([*MODES, *MODES], itertools.cycle([5, 8, 11]), itertools.cycle([True, True, False]))
 )
@@ -164,6 +166,8 @@ async def test_a_drafter_without_numbers_is_warned_of(autojump_clock: Any, caplo
 
 
 # --- processors -----------------------------------------------------------------------------------
+
+
 def leaving(what: float, at: int) -> Callable[[mx.array, mx.array], mx.array]:
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
         return mx.full(logits.shape, what) if tokens.size == at else logits
@@ -198,6 +202,8 @@ async def test_forbidding_all_tokens_but_one_is_legal(mode: str, lookahead: int,
 
 
 # --- the logit check ------------------------------------------------------------------------------
+
+
 @sweep("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @sweep("width", [1, 2, 9, 31, 64, 4099])
 def test_a_row_is_sound_just_where_all_are_numbers_and_one_is_finite(width: int, dtype: mx.Dtype) -> None:
@@ -215,6 +221,8 @@ def test_a_row_is_sound_just_where_all_are_numbers_and_one_is_finite(width: int,
 
 
 # --- real models ----------------------------------------------------------------------------------
+
+
 def damaged(model: nn.Module) -> nn.Module:
     """One weight is NaN, as after a faulty download."""
     weight = model.model.layers[1].mlp.down_proj.weight

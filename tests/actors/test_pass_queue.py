@@ -302,6 +302,8 @@ async def test_after_memory_was_short_for_a_while_all_streams_share_passes_again
 
 
 # --- what passes cost -----------------------------------------------------------------------------
+
+
 @pytest.fixture
 def priced_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """When the passes of the target whose prices are learnt began and ended."""

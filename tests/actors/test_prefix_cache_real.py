@@ -57,6 +57,8 @@ def some_prompt(length: int, *, seed: int = 0) -> list[int]:
 
 
 # --- conversations --------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("name", "lookahead"),
     [
@@ -111,6 +113,8 @@ async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(n
 
 
 # --- options --------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @sweep(("name", "rewind"), [("gemma3_text", "checkpoint"), ("gemma3_text", "none"), ("qwen3_next", "none")])
 async def test_every_way_to_rewind(name: str, rewind: str) -> None:
@@ -267,6 +271,8 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
 
 
 # --- every architecture ---------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ALL_CACHES)
 async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:

@@ -64,6 +64,8 @@ def test_what_texts_have_in_common_ends_where_they_first_differ(length: int, one
 
 
 # --- conversations --------------------------------------------------------------------------------
+
+
 @every_cache
 @sweep("lookahead", LOOKAHEADS)
 async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(lookahead, cache, autojump_clock):
@@ -128,6 +130,8 @@ async def test_prefill_chunks_end_where_they_would_without_a_cache(autojump_cloc
 
 
 # --- which prompts may reuse what -----------------------------------------------------------------
+
+
 async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_clock: Any) -> None:
     async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         await simulation.runtime.generate(PROMPT, max_tokens=4)
@@ -182,6 +186,8 @@ async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -
 
 
 # --- texts that were cancelled or failed ----------------------------------------------------------
+
+
 @pytest.mark.slow
 @sweep("cache, lookahead", zip(CACHES.values(), itertools.cycle(LOOKAHEADS)))
 def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(lookahead, cache):
@@ -276,6 +282,8 @@ def test_a_sequence_that_cannot_be_copied_or_taken_is_closed(call: str, error: t
 
 
 # --- what is kept ---------------------------------------------------------------------------------
+
+
 class ScriptedCache:
     """A prefix cache without a runtime."""
 

@@ -67,6 +67,8 @@ async def test_a_model_that_does_not_fill_its_cache_is_refused_when_it_is_opened
 
 
 # --- checks at any time ---------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("build", [llama, mamba])
 def test_a_model_that_works_passes_a_probe_however_often(build: Any) -> None:
     model = MLXModel(build(), CacheOptions())

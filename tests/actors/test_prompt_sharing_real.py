@@ -119,6 +119,8 @@ async def test_a_trained_drafter_copies_what_it_made_of_the_features_of_the_prom
 
 
 # --- copies of a sequence ---------------------------------------------------------------------------
+
+
 def read(model: MLXModel) -> MLXSequence:
     """A sequence that has read the prompt, as prefill reads it."""
     sequence = model.open_sequence(beside_another=False)

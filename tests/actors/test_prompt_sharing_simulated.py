@@ -44,6 +44,8 @@ def num_read(simulation: Simulation, actor: str = "target") -> int:
 
 
 # --- who shares -----------------------------------------------------------------------------------
+
+
 @every_cache
 @sweep("lookahead", [0, 3, "auto"])
 async def test_a_prompt_of_four_sessions_is_read_once_by_each_model(lookahead, cache, autojump_clock):
@@ -114,6 +116,8 @@ async def test_a_drafter_that_reads_features_has_those_of_the_prompt_in_each_ses
 
 
 # --- what may become of the reader ------------------------------------------------------------------
+
+
 async def test_what_a_cancelled_reader_has_read_is_used_and_the_rest_is_read_once(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         first = simulation.runtime.stream(PROMPT, **ASKED)

@@ -255,6 +255,8 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
 
 
 # --- passes that fail -----------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 def test_where_passes_over_drafted_tokens_fail_texts_have_the_targets_distribution() -> None:
     num_drafted = itertools.count(1)
@@ -270,6 +272,8 @@ def test_where_passes_over_drafted_tokens_fail_texts_have_the_targets_distributi
 
 
 # --- a drafter with another rule ------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("acceptance", "draft_temperature"), [("rejection", 0.0), ("rejection", 0.4), ("match", 3.0)])
 def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distribution(acceptance, draft_temperature):
@@ -313,6 +317,8 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(is_marked: 
 
 
 # --- filters --------------------------------------------------------------------------------------
+
+
 def left_over(row: Sequence[float], keep: Callable[[int, float], bool]) -> list[float]:
     kept = [p if keep(token, p) else 0.0 for token, p in enumerate(row)]
     return [p / sum(kept) for p in kept]

@@ -245,6 +245,8 @@ async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: i
 
 
 # --- without a draft model ------------------------------------------------------------------------
+
+
 def repeating(history: Sequence[int]) -> Sequence[float]:
     """Five words again and again, with an occasional other one."""
     return spike(next_token(history) if fraction("slip", history) < 0.15 else len(history) % 5)
@@ -285,6 +287,8 @@ def test_lookup_gives_the_same_text_whatever_comes_twice_or_late(scenario: Any) 
 
 
 # --- several sessions at once ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
 async def test_like_sessions_in_turns_share_the_target_without_pauses(num_sessions: int, autojump_clock: Any) -> None:
     ended: list[float] = []

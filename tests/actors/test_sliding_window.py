@@ -105,6 +105,8 @@ def test_a_layer_may_ask_for_a_mask_in_an_array() -> None:
 
 
 # --- how far it can be trimmed ----------------------------------------------------------------------
+
+
 @sweep("size", [1, 8, 128, 1024])
 def test_a_full_window_can_be_trimmed_by_more_than_any_drafter_is_ahead(size: int) -> None:
     reader = Reader(SlidingWindowCache(size))
@@ -133,6 +135,8 @@ def test_a_trim_stops_where_a_token_would_lack_a_part_of_its_window() -> None:
 
 
 # --- memory ---------------------------------------------------------------------------------------
+
+
 def num_slots(cache: SlidingWindowCache) -> int:
     assert cache.nbytes == 2 * cache.keys.nbytes
     return int(cache.keys.shape[2])
@@ -198,6 +202,8 @@ def test_a_snapshot_keeps_its_tokens_across_a_move() -> None:
 
 
 # --- which windows have it ------------------------------------------------------------------------
+
+
 class Making(Wrapped):
     """A model with the caches that it is given."""
 
@@ -293,6 +299,8 @@ def test_a_text_from_a_file_is_reused_up_to_what_a_drafter_might_change() -> Non
 
 
 # --- as a row -------------------------------------------------------------------------------------
+
+
 def feed_rows(rows: Any, lengths: list[int], widths: list[int]) -> None:
     """A pass in which the token at position p of a row is the number p + 1."""
     rows.begin(lengths, widths)

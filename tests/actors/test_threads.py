@@ -97,6 +97,8 @@ def test_a_tokenizer_that_cannot_be_copied_is_used_as_it_is() -> None:
 
 
 # --- the default device, which is one for the whole process ------------------------------------------
+
+
 class FakeDevices:
     """MLX's functions that read and write the process-wide default device, and who wrote it."""
 

@@ -161,6 +161,8 @@ async def test_a_busy_processors_state_is_taken_on_the_models_thread() -> None:
 
 
 # --- samplers -------------------------------------------------------------------------------------
+
+
 def second(logprobs: mx.array) -> mx.array:
     """The second most likely token."""
     assert logprobs.shape == (1, VOCAB_SIZE)

@@ -47,6 +47,8 @@ def job(call: Callable[[], Any], **more: Any) -> Job[Any]:
 
 
 # --- doing jobs -----------------------------------------------------------------------------------
+
+
 async def test_jobs_run_in_order_and_each_caller_gets_its_result() -> None:
     done: list[int] = []
     results: dict[int, int] = {}
@@ -124,6 +126,8 @@ async def test_a_result_is_not_held_until_the_next_job() -> None:
 
 
 # --- cancellation ---------------------------------------------------------------------------------
+
+
 @sweep("are_steps", [False, True])
 async def test_what_waits_is_taken_back_and_never_runs(are_steps: bool) -> None:
     gate, ran = Gate(), list[str]()
@@ -188,6 +192,8 @@ async def test_a_job_that_runs_is_not_abandoned_and_its_outcome_arrives(fails: b
 
 
 # --- runs of steps --------------------------------------------------------------------------------
+
+
 def counting(do: Callable[[int], Any], num_steps: int, number: int = 0) -> Callable[[], Step[Any]]:
     """A step that calls `do` with its number; the next one follows, up to the last."""
 
@@ -297,6 +303,8 @@ async def test_an_error_in_the_callback_of_a_step_ends_the_steps() -> None:
 
 
 # --- leaving --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("error", [ValueError("the body's"), KeyboardInterrupt(), SystemExit(1)])
 async def test_an_error_in_the_body_passes_and_the_thread_is_gone(error: BaseException) -> None:
     async def body() -> None:
@@ -377,6 +385,8 @@ async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
 
 
 # --- a job that hangs -----------------------------------------------------------------------------
+
+
 @pytest.fixture
 def impatience(monkeypatch: Any) -> None:
     monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.0)
@@ -486,6 +496,8 @@ async def test_a_failed_job_keeps_nothing_of_what_it_had_in_memory() -> None:
 
 
 # --- a thread that dies ---------------------------------------------------------------------------
+
+
 def deadly() -> Any:
     """An error that ends the thread, and not only the job."""
     return "no step"

@@ -72,6 +72,8 @@ class Trace:
 
 
 # --- which loop -----------------------------------------------------------------------------------
+
+
 async def test_trio_is_told_to_use_what_is_made_for_it() -> None:
     with pytest.raises(runtime.WrongEventLoopError, match=r"use runtime\.open"):
         async with opened():
@@ -115,6 +117,8 @@ async def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on() -> 
 
 
 # --- ways to cancel -------------------------------------------------------------------------------
+
+
 async def consume(rt: runtime.aio.Runtime) -> None:
     async for _ in rt.stream(PROMPT, **LONG):
         pass
@@ -312,6 +316,8 @@ def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there
 
 
 # --- without a block ------------------------------------------------------------------------------
+
+
 @on_asyncio
 async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
     rt = await opened()
@@ -409,6 +415,8 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread() -> None:
 
 
 # --- the loop, and what crosses threads -----------------------------------------------------------
+
+
 @pytest.mark.parametrize("after", [0, 2, 7])
 @partial(on_asyncio, uvloop=True)
 async def test_the_loop_goes_round_while_a_model_is_at_work(after: int) -> None:
@@ -520,6 +528,8 @@ async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() ->
 
 
 # --- conversations --------------------------------------------------------------------------------
+
+
 @partial(on_asyncio, uvloop=True)
 async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(tmp_path: Path) -> None:
     async with runtime.aio.open(runtime.DEMO_TARGET) as rt:

@@ -345,6 +345,8 @@ async def test_leaving_tells_whoever_waits_and_what_was_committed_can_still_be_r
 
 
 # --- many prompts ---------------------------------------------------------------------------------
+
+
 @on_every_face
 async def test_many_prompts_are_completed_in_their_order(open: Any) -> None:
     events: list[Event] = []
@@ -392,6 +394,8 @@ async def test_the_first_of_many_that_fails_ends_the_others_with_its_error(open:
 
 
 # --- conversations and saved sessions --------------------------------------------------------------
+
+
 async def talk(rt: Any) -> Any:
     """A conversation of three turns, of which one is ended early, and another one is dropped."""
     conversation = rt.conversation("w5", max_tokens=8, ignore_eos=True, temperature=0.8, seed=3)
@@ -465,6 +469,8 @@ async def test_what_cannot_be_saved_or_loaded_is_said(open: Any, tmp_path: Path)
 
 
 # --- streams that are dropped unread -------------------------------------------------------------
+
+
 @pytest.fixture
 def caught() -> Iterator[list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as caught:

@@ -30,6 +30,8 @@ LONG = {"prompt": "a prompt that takes the target several passes to read, since 
 
 
 # --- the trio service -----------------------------------------------------------------------------
+
+
 class Customer:
     """A client of the trio service."""
 
@@ -162,6 +164,8 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
 
 
 # --- FastAPI --------------------------------------------------------------------------------------
+
+
 @contextlib.asynccontextmanager
 async def served(of: Any, **options: Any) -> AsyncIterator[tuple[Any, int]]:
     """A FastAPI application under a real uvicorn in this loop, and the port that it listens on."""

@@ -44,6 +44,8 @@ def press_ctrl_c() -> None:
 
 
 # --- threads --------------------------------------------------------------------------------------
+
+
 def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> None:
     rt = opened()
     stream = rt.stream(PROMPT, max_tokens=12, **SETTINGS)
@@ -61,6 +63,8 @@ def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> Non
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
 def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() -> None:
     held, events = BlockingModel(target()), list[Event]()
 
@@ -118,6 +122,8 @@ def test_ctrl_c_while_models_are_being_opened_waits_for_that() -> None:
 
 
 # --- beside event loops ---------------------------------------------------------------------------
+
+
 async def test_trio_is_told_to_use_what_is_made_for_it() -> None:
     rt = await trio.to_thread.run_sync(opened)
     calls: list[Callable[[], object]] = [

@@ -161,6 +161,8 @@ def test_the_targets_weights_stay_as_they_are() -> None:
 
 
 # --- the acceptance of drafts, by depth, category and temperature ---------------------------------
+
+
 ONE, OTHER = Drafted((10, 5, 2, 1), (6.0, 2.0, 1.5)), Drafted((10, 10, 0, 0), (8.0, 6.0, 0.0))
 
 

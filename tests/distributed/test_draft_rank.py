@@ -54,6 +54,8 @@ def test_a_rank_that_cannot_load_the_drafter_says_why_and_may_be_asked_again() -
 
 
 # --- options --------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def group() -> Any:
     """Rank 0's group of three, which nobody else is in."""

@@ -51,6 +51,8 @@ def pair() -> Iterator[tuple[RankGroup, Connection]]:
 
 
 # --- failure --------------------------------------------------------------------------------------
+
+
 def test_others_know_why_before_this_rank_reacts(pair):
     group, end = pair
     received: list[Any] = []
@@ -72,6 +74,8 @@ async def test_messages_after_the_end_of_a_target_are_about_the_next_one(pair):
 
 
 # --- heartbeats -----------------------------------------------------------------------------------
+
+
 def test_a_heartbeat_does_not_wait_for_an_end_that_takes_nothing():
     own, other = connected()
     sender, beat = Connection(own, 60.0), Beat("feed", 1.0)
@@ -88,6 +92,8 @@ def test_a_heartbeat_does_not_wait_for_an_end_that_takes_nothing():
 
 
 # --- errors ---------------------------------------------------------------------------------------
+
+
 def test_an_error_that_leaves_the_ranks_in_step_does_not_break_the_group(pair):
     group, _ = pair
     error = RuntimeError("[malloc] Unable to allocate 1000000000 bytes.")
@@ -110,6 +116,8 @@ def test_an_error_of_the_ranks_is_explained_by_the_one_that_has_ended(pair, text
 
 
 # --- use ------------------------------------------------------------------------------------------
+
+
 async def test_a_group_is_led_by_one_runtime_at_a_time(pair):
     group, _ = pair
     worker: Any = SimpleNamespace(give_up=lambda _: None, is_hanging=False)
@@ -172,6 +180,8 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
 
 
 # --- joining --------------------------------------------------------------------------------------
+
+
 @sweep("data", [b'["Hello","x",2,{}]', b'["Hello",1,2,5]', b"[" * 50_000])
 def test_strangers_at_the_control_port_are_ignored(data):
     own, other = connected()

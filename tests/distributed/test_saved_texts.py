@@ -60,6 +60,8 @@ def test_a_loaded_text_goes_on_as_before_and_a_misfit_changes_nothing(name: str,
 
 
 # --- on the way between ranks ---------------------------------------------------------------------
+
+
 class Wire:
     """As much of a group as a part of a saved text takes: messages go through bytes, and come out at the other end."""
 

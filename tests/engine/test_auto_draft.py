@@ -74,6 +74,8 @@ def broken(folder: Path) -> Path:
 
 
 # --- what is taken --------------------------------------------------------------------------------
+
+
 async def test_the_drafter_trained_for_the_demo_target_is_taken(lines: list[str]) -> None:
     async with runtime.open(runtime.DEMO_TARGET, draft="auto") as rt:
         completion = await rt.generate("def quicksort(items):", max_tokens=12, lookahead=2)
@@ -136,6 +138,8 @@ async def test_a_process_of_its_own_loads_what_is_taken(target: str, lines: list
 
 
 # --- none -----------------------------------------------------------------------------------------
+
+
 async def test_where_nothing_fits_or_nothing_that_fits_can_be_loaded_texts_are_plain(target, lines):
     save(Path(target).parent / "other", llama(), word="v")
     save(Path(target).parent / "as-large", large())
@@ -159,6 +163,8 @@ async def test_one_that_is_known_on_the_hub_is_named_and_not_downloaded(tmp_path
 
 
 # --- attaching, and what does not go with it ------------------------------------------------------
+
+
 async def test_it_is_attached_to_an_open_runtime_or_nothing_is(target: str, lines: list[str]) -> None:
     async with runtime.open(target) as rt:
         await rt.attach_draft("auto")
@@ -193,6 +199,8 @@ def test_options_of_loading_and_misspelt_words_are_refused(draft: Any, complaint
 
 
 # --- commands -------------------------------------------------------------------------------------
+
+
 def test_generate_says_which_it_takes(target: str, capfd: Any) -> None:
     generate = ["generate", "w1 w2", "--target", target, "--draft", "auto", "-m", "4", "--json", "--ignore-eos"]
     assert cli.main(generate) == 0

@@ -111,6 +111,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 # --- which library --------------------------------------------------------------------------------
+
+
 def nowhere(_: str) -> None:
     return None
 
@@ -177,6 +179,8 @@ def test_a_blas_is_known_by_its_file(files, threads, name):
 
 
 # --- in a process ---------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 def test_mlx_is_not_imported_before_a_model_is_needed():
     code = "import sys, runtime, runtime.cli.main; print('mlx.core' in sys.modules); runtime.open"
@@ -204,6 +208,8 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
 
 
 # --- too late, or not possible --------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @linux
 def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy):

@@ -79,6 +79,8 @@ def assert_measured(passes: dict[int, PassTime]) -> None:
 
 
 # --- the command ----------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
     found = doctor(capsys, "--target", "demo")
@@ -181,6 +183,8 @@ def test_a_process_on_its_own_is_told_which_backends_it_has(capsys: pytest.Captu
 
 
 # --- models under examination ---------------------------------------------------------------------
+
+
 @sweep("build", [mamba, lambda: architectures.build("lfm2"), lambda: architectures.build("qwen3_next")])
 async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(build: Callable[[], nn.Module]) -> None:
     model = build()
@@ -342,6 +346,8 @@ async def test_every_width_is_fed_equally_often_and_in_turn_after_the_same_text(
 
 
 # --- cleaning up ----------------------------------------------------------------------------------
+
+
 class Broken(models.Wrapped):
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         if inputs.shape[1] == WIDTHS[-1]:
@@ -358,6 +364,8 @@ async def test_a_model_that_fails_while_it_is_timed_is_named_and_leaves_no_threa
 
 
 # --- a trained drafter ----------------------------------------------------------------------------
+
+
 @sweep(
     ("layers", "said"),
     [
@@ -429,6 +437,8 @@ async def test_an_mtp_layer_that_the_target_does_not_have_is_refused():
 
 
 # --- ranks ----------------------------------------------------------------------------------------
+
+
 def group(rank: int, *received: tuple[int, RankMessage]) -> Any:
     """A group of three, as far as it is used; `sent` has what this rank sends."""
     coming, sent = iter(received), []

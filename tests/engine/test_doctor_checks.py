@@ -51,6 +51,8 @@ def test_a_check_passes_here(check: Callable[[Subject], Any], subject: Subject) 
 
 
 # --- broken on purpose ----------------------------------------------------------------------------
+
+
 def accept_everything(patch: Patch) -> None:
     patch.setattr(protocol.acceptance, "count_matches", lambda chosen, drafted: len(drafted))
 
@@ -132,6 +134,8 @@ def test_draws_are_as_far_from_a_law_as_their_counts_say() -> None:
 
 
 # --- the command ----------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: Patch) -> list[str]:
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")

@@ -47,6 +47,8 @@ async def drafted(rt: Any) -> int:
 
 
 # --- real models ----------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
     """Memory in reference cycles stays."""

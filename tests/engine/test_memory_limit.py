@@ -77,6 +77,8 @@ async def limited(limit: int, *models: ScriptedModel, **options: Any) -> AsyncIt
 
 
 # --- waiting ----------------------------------------------------------------------------------------
+
+
 @sweep(("max_streams", "reuse_prefix"), [(None, False), (5, False), (None, True)])
 async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(max_streams, reuse_prefix, autojump_clock):
     limit = 8 * bytes_of(9 + 12)
@@ -152,6 +154,8 @@ async def test_a_stream_that_is_cancelled_while_it_waits_lets_the_next_one_begin
 
 
 # --- what cannot fit --------------------------------------------------------------------------------
+
+
 async def test_a_prompt_that_can_never_fit_is_refused_with_the_sizes_before_any_work(autojump_clock: Any) -> None:
     async with limited(5000, ScriptedModel(truthful, bytes_per_token=100)) as simulation:
         with pytest.raises(PromptTooLongError) as raised:
@@ -188,6 +192,8 @@ async def test_any_number_of_waiting_streams_may_be_refused_at_once(autojump_clo
 
 
 # --- growing ----------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reservations of 40 tokens at a time, which are asked for 36 tokens before they are needed."""
@@ -322,6 +328,8 @@ async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: A
 
 
 # --- several runtimes -------------------------------------------------------------------------------
+
+
 async def test_runtimes_of_one_process_share_the_limit(autojump_clock: Any) -> None:
     limit = bytes_of(100, drafted=False)
     models = [ScriptedModel(truthful, bytes_per_token=100) for _ in range(2)]

@@ -163,6 +163,8 @@ async def test_an_answer_goes_on_from_its_beginning_as_in_mlx_lm(where: Path) ->
 
 
 # --- what tells models apart ----------------------------------------------------------------------
+
+
 def test_adapted_and_quantised_models_have_fingerprints_of_their_own(where: Path, tmp_path: Path) -> None:
     adapters = [
         an_adapter(tmp_path / "one"),
@@ -195,6 +197,8 @@ async def test_a_conversation_that_was_saved_with_an_adapter_is_not_loaded_witho
 
 
 # --- errors ---------------------------------------------------------------------------------------
+
+
 @sweep(
     ("options", "said"),
     [

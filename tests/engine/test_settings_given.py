@@ -71,6 +71,8 @@ async def test_defaults_that_do_not_fit_the_model_keep_the_block_from_being_ente
 
 
 # --- settings per prompt --------------------------------------------------------------------------
+
+
 async def test_each_prompt_may_have_settings_of_its_own() -> None:
     async with runtime.open((target(), None)) as rt:
         alone = [

@@ -73,6 +73,8 @@ async def test_nothing_is_said_where_the_device_does_not_tell(caplog: Any) -> No
 
 
 # --- the default of memory_limit ------------------------------------------------------------------------
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with 100 pages of memory; the file with the limit of its container."""

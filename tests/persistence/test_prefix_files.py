@@ -34,6 +34,8 @@ PROMPT = prompt_of(80)
 
 
 # --- through a runtime ----------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return llama(1)
@@ -252,6 +254,8 @@ async def test_a_damaged_file_is_left_out_and_the_text_is_right(tmp_path, model,
 
 
 # --- the files ------------------------------------------------------------------------------------
+
+
 def sequence(seed: int, num_bytes: int = 400) -> tuple[StoredPrefix, SequenceRecord]:
     """A sequence of made-up bytes."""
     tokens = tuple(prompt_of(40, seed=seed))

@@ -88,6 +88,8 @@ def path(original: Path, tmp_path: Path) -> Path:
 
 
 # --- going on -------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [*((name, GREEDY) for name in PAIRS), ("llama", SEEDED)])
 async def test_a_conversation_goes_on_as_it_would_have(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
@@ -186,6 +188,8 @@ async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages
 
 
 # --- mismatches -----------------------------------------------------------------------------------
+
+
 async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
     """The error of a load; asserts that the load changed nothing."""
     before = (len(rt._target.prefix_cache), len(rt._draft.prefix_cache) if rt._draft is not None else 0)
@@ -275,6 +279,8 @@ async def test_caches_that_are_made_otherwise_are_refused(tmp_path: Path) -> Non
 
 
 # --- hostile files --------------------------------------------------------------------------------
+
+
 async def test_a_damaged_file_changes_nothing(path: Path) -> None:
     whole = path.read_bytes()
     async with LLAMA.open() as rt:
@@ -301,6 +307,8 @@ async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:
 
 
 # --- contents of a file ---------------------------------------------------------------------------
+
+
 async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) -> None:
     async with LLAMA.open() as rt:
         secret = rt.conversation("You are kind.", **GREEDY)
@@ -344,6 +352,8 @@ async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) ->
 
 
 # --- moments --------------------------------------------------------------------------------------
+
+
 async def test_files_are_written_and_read_beside_the_event_loop(tmp_path, monkeypatch):
     """Each save waits here for something that only another task can do."""
     path, entered, go_on = tmp_path / "session", trio.Event(), trio.Event()
@@ -470,6 +480,8 @@ async def test_a_runtime_that_closes_ends_what_is_under_way(path: Path, monkeypa
 
 
 # --- in the chat ----------------------------------------------------------------------------------
+
+
 def a_chat_with(model: str) -> list[str]:
     return ["--target", model, "--max-tokens", "6"]
 
@@ -493,6 +505,8 @@ def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path, capfd: 
 
 
 # --- the system says no ---------------------------------------------------------------------------
+
+
 async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed(path, monkeypatch):
     async with LLAMA.open() as rt:
 

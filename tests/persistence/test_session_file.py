@@ -68,6 +68,8 @@ def header_for(num_bytes: int = 0, content: str = "{}", version: str = "1", **te
 
 
 # --- write and read -------------------------------------------------------------------------------
+
+
 def test_what_is_written_is_read(written: Path) -> None:
     contents = read(written)
     assert contents.content == CONTENT
@@ -95,6 +97,8 @@ def test_the_file_is_a_safetensors_file_to_others(written: Path) -> None:
 
 
 # --- atomic writes --------------------------------------------------------------------------------
+
+
 class Stop(BaseException):
     """Like a cancellation, not an `Exception`."""
 
@@ -211,6 +215,8 @@ def test_there_is_no_writing_where_no_file_can_be(tmp_path: Path) -> None:
 
 
 # --- open files -----------------------------------------------------------------------------------
+
+
 class Dripping(io.RawIOBase):
     """A file that reads and writes a few bytes at a time, as an unbuffered one may."""
 
@@ -260,6 +266,8 @@ def test_an_open_file_that_cannot_be_used_is_told_as_such(written: Path) -> None
 
 
 # --- other files ----------------------------------------------------------------------------------
+
+
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "nowhere")
     assert "no ordinary file" in refusal(tmp_path)

@@ -225,6 +225,8 @@ async def test_a_drafter_that_is_detached_proposes_what_it_has_drawn(autojump_cl
 
 
 # --- trained drafters -----------------------------------------------------------------------------
+
+
 @sweep("kind", ["mtp_deep", "dspark", "gemma4"])
 async def test_it_drafts_what_it_would_draft_here(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     # At such a temperature both choose by the noise alone, so even random weights agree.

@@ -43,6 +43,8 @@ POSTED = ("completions", "responses", "messages", "count_tokens", "tokenize")
 
 
 # --- a client -------------------------------------------------------------------------------------
+
+
 @attrs.define(slots=False)
 class Exchange:
     """A request, and the response so far: its messages, and the simulated times at which each was sent."""
@@ -234,6 +236,8 @@ async def figures(app: Any) -> dict[tuple[str, str], float]:
 
 
 # --- a server in simulated time -------------------------------------------------------------------
+
+
 class Letters:
     """A tokenizer for scripted models: one character for each of 64 ids. A newline ends the text.
 

@@ -320,6 +320,8 @@ def said(completion: Any) -> tuple[list[int], int]:
 
 
 # --- failures -------------------------------------------------------------------------------------
+
+
 def generate_for_ever(give: Give, moment: str) -> None:
     """Rank 0 generates until a rank fails, and gives its streams' errors. The others give their own."""
     group = runtime.join_ranks()
@@ -427,6 +429,8 @@ def join_for(give: Give, timeout_s: float) -> None:
 
 
 # --- commands -------------------------------------------------------------------------------------
+
+
 def serve(give: Give, *arguments: str) -> None:
     """Each rank gives the exit status of the server, which writes to the rank's standard error."""
     give(outrider(["serve", *arguments]))

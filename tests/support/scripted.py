@@ -53,6 +53,8 @@ Undo = Callable[[int, int], bool]
 
 
 # --- scripts --------------------------------------------------------------------------------------
+
+
 def digest(purpose: str, history: Sequence[int]) -> int:
     """A number in [0, 2**64) that depends on every token of a history."""
     data = bytes(history)
@@ -144,6 +146,8 @@ def markov(table: Sequence[Sequence[float]]) -> Script:
 
 
 # --- what a cache can undo ------------------------------------------------------------------------
+
+
 def always(_length: int, _num_tokens: int) -> bool:
     return True
 
@@ -174,6 +178,8 @@ def pair_with(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedMo
 
 
 # --- scripted models ------------------------------------------------------------------------------
+
+
 class ScriptedFailure(Exception):
     """The error of a scripted model that was told to fail."""
 

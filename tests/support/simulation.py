@@ -43,6 +43,8 @@ _OFFSET_FACTOR = 1.0 + 2.0**-30
 
 
 # --- the runtime ----------------------------------------------------------------------------------
+
+
 @asynccontextmanager
 async def simulated_runtime(
     scenario: Scenario,
@@ -88,6 +90,8 @@ def rows_of(job: Job[Any]) -> int:
 
 
 # --- one stream -----------------------------------------------------------------------------------
+
+
 @attrs.frozen
 class SimulatedRun:
     """The result of one stream in a scenario."""
@@ -122,6 +126,8 @@ def run_simulation(
 
 
 # --- several streams ---------------------------------------------------------------------------
+
+
 @attrs.frozen
 class SimulatedStreams:
     """The result of several streams in one scenario. Times are in units of T_v(1)."""

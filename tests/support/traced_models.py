@@ -79,25 +79,6 @@ def _renumbered(
     )
 
 
-class TracedGrammar:
-    """Forces in a text what the traced grammar forced; see `protocol.logits_processors.Forcing`. Changes no logits."""
-
-    def __init__(self, text: TracedText) -> None:
-        self._text = text
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits
-
-    def save(self) -> None:
-        pass
-
-    def restore(self, state: None) -> None:
-        pass
-
-    def forced_text(self) -> TracedForcedText:
-        return TracedForcedText(self._text)
-
-
 @attrs.define
 class TracedForcedText:
     """What is forced in one text. After a wrong token the trace says nothing: the grammar then forces as many tokens as
@@ -126,6 +107,25 @@ class TracedForcedText:
                 break
             at += 1
         return len(tokens)
+
+
+class TracedGrammar:
+    """Forces in a text what the traced grammar forced; see `protocol.logits_processors.Forcing`. Changes no logits."""
+
+    def __init__(self, text: TracedText) -> None:
+        self._text = text
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits
+
+    def save(self) -> None:
+        pass
+
+    def restore(self, state: None) -> None:
+        pass
+
+    def forced_text(self) -> TracedForcedText:
+        return TracedForcedText(self._text)
 
 
 def traced_target(texts: Texts) -> RecordingTarget:

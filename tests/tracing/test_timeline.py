@@ -110,6 +110,8 @@ def long() -> list[Event]:
 
 
 # --- the page's data ------------------------------------------------------------------------------
+
+
 @sweep(
     ("settings", "target", "draft"),
     [
@@ -344,6 +346,8 @@ async def test_while_texts_are_made_other_tasks_have_their_turn(long):
 
 
 # --- text stays text ------------------------------------------------------------------------------
+
+
 class Scripts(html.parser.HTMLParser):
     """The scripts of a page, as a browser would find them."""
 
@@ -409,6 +413,8 @@ def test_the_page_asks_nothing_of_any_network():
 
 
 # --- in a browser ---------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def started() -> Iterator[Browser]:
     with chromium() as browser:

@@ -135,6 +135,8 @@ def entries(events: list[Event]) -> list[Entry]:
 
 
 # --- contents -------------------------------------------------------------------------------------
+
+
 def test_every_entry_has_its_place_and_no_two_spans_of_a_lane_overlap(entries):
     assert_in_order(entries)
     assert {e["tid"]: e["args"]["name"] for e in of(entries, "M", "thread_name") if e["tid"] < FIRST_STREAM} == {
@@ -244,6 +246,8 @@ def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
 
 
 # --- how a span and an instant come by their facts ------------------------------------------------
+
+
 async def test_a_span_names_the_round_that_it_was_for(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75))) as simulation:
         await text_of(simulation, [5, 6, 7], max_tokens=30, lookahead=4)
@@ -268,6 +272,8 @@ async def test_events_name_the_tokens_of_prompt_proposals_and_text(autojump_cloc
 
 
 # --- files ----------------------------------------------------------------------------------------
+
+
 def whole(path: Path) -> list[Entry]:
     """The entries of a file; asserts that all spans of the workers are there."""
     entries: list[Entry] = json.loads(path.read_text(encoding="utf-8"))
@@ -391,6 +397,8 @@ async def test_what_is_neither_a_function_nor_a_path_is_a_settings_error(trace):
 
 
 # --- recorders ------------------------------------------------------------------------------------
+
+
 def moments(count: int) -> list[Event]:
     return [Instant("draft", "miss", 0, float(i)) for i in range(count)]
 
@@ -554,6 +562,8 @@ async def test_a_page_goes_only_so_far(tmp_path, monkeypatch, caplog):
 
 
 # --- the command line -----------------------------------------------------------------------------
+
+
 def test_the_command_line_writes_both_files(endless, tmp_path, capfd):
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     written = ["--trace", str(trace), "--timeline", str(page)]

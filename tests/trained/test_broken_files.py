@@ -177,6 +177,8 @@ def test_missing_files_are_named(kind: str, tmp_path: Path) -> None:
 
 
 # --- of another target ----------------------------------------------------------------------------
+
+
 def naming(*architectures: str, name: str | None = None) -> dict[str, Any]:
     return {"speculators_config": {"verifier": {"architectures": list(architectures), "name_or_path": name}}}
 

@@ -89,6 +89,8 @@ def test_one_that_reads_what_the_targets_last_layer_gives_is_refused() -> None:
 
 
 # --- a runtime ------------------------------------------------------------------------------------
+
+
 @sweep("settings", [{}, {"temperature": 1.0, "acceptance": "rejection"}])
 async def test_what_dspark_estimates_stands_for_its_confidence_in_what_it_drafts(settings, tmp_path, monkeypatch):
     target, seen, estimate = make("dspark", tmp_path), set[float](), 0.375

@@ -161,6 +161,8 @@ def test_an_untied_head_is_read_instead_of_the_embedding(tmp_path: Path) -> None
 
 
 # --- keys and values ------------------------------------------------------------------------------
+
+
 @sweep("name, are_rows", [("gemma4_text", False), ("gemma4_text", True), ("gemma4", True)])
 def test_keys_and_values_are_those_in_the_targets_caches(name: str, are_rows: bool, tmp_path: Path) -> None:
     built, draws = build(name), random.Random(3)

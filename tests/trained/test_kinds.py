@@ -219,6 +219,8 @@ async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(family, c
 
 
 # --- variants of EAGLE-3 --------------------------------------------------------------------------
+
+
 @sweep("changes", [{"own_embedding": False}, {"eagle_config": {"use_aux_hidden_state": False}}])
 async def test_greedy_texts_are_the_targets_where_its_embedding_or_output_is_read(changes, tmp_path):
     target = make("eagle3", tmp_path, **changes)

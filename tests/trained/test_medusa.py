@@ -39,6 +39,8 @@ def test_whole_models_with_heads_are_read_too(tmp_path: Path) -> None:
 
 
 # --- files of torch.save --------------------------------------------------------------------------
+
+
 class _Runs:
     def __reduce__(self) -> Any:
         return print, ("this must not run",)

@@ -177,6 +177,8 @@ def test_further_layers_that_nobody_chains_are_left_out_or_refused(name, first, 
 
 
 # --- a runtime ------------------------------------------------------------------------------------
+
+
 async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> None:
     case = case_of("mimo")
     target = draw_weights(mtp_target_of(case), 3)

@@ -89,6 +89,8 @@ def rewritten(file: Path, change: Callable[[Any], None]) -> None:
 
 
 # --- saved texts --------------------------------------------------------------------------------
+
+
 @sweep(
     ("kind", "temperature"),
     [pytest.param(kind, float(index % 2), marks=SELDOM.get(kind, ())) for index, kind in enumerate(KINDS)],
@@ -231,6 +233,8 @@ async def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
 
 
 # --- from turn to turn ----------------------------------------------------------------------------
+
+
 @sweep("kind", [pytest.param(kind, marks=SELDOM.get(kind, ())) for kind in KINDS])
 async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(kind: str, tmp_path: Path) -> None:
     folder, disk = tmp_path / "drafter", tmp_path / "disk"

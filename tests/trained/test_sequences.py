@@ -278,6 +278,8 @@ def test_what_was_committed_last_is_read_once_the_text_is_over(subject: Subject)
 
 
 # --- passes ---------------------------------------------------------------------------------------
+
+
 class Counting:
     """A reader that counts the tokens of its passes."""
 
