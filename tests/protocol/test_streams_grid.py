@@ -64,6 +64,15 @@ class Cell:
         return speed_of_auto(self, self.num_streams) / turns
 
 
+def over_fixed(cell: Cell) -> float:
+    """Speed of "auto" over that of the best fixed lookahead, with all streams from the beginning to the end."""
+    speeds = {
+        lookahead: simulate_streams(cell.scenario, cell.num_streams, num_tokens=100, lookahead=lookahead).speed
+        for lookahead in ("auto", 0, 1, 2, 4)
+    }
+    return speeds.pop("auto") / max(speeds.values())
+
+
 @cache
 def speed_of_auto(cell: Cell, num_streams: int, *, max_batch: int = MAX_BATCH) -> float:
     """Tokens per T_v(1) while all streams are at work."""
@@ -111,3 +120,22 @@ def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns(device):
         found[cell] = min(over_plain, over_turns)
     assert {cell: ratio for cell, ratio in found.items() if ratio < MIN_RATIO} == {}
     assert geometric_mean(found.values()) >= MIN_MEAN_RATIO
+
+
+# Least speed over that of the best fixed lookahead, and least geometric mean of it over the cells of a device.
+MIN_OVER_FIXED = 0.88
+MIN_MEAN_OVER_FIXED = 0.95
+
+
+@sweep("cell", [Cell("cpu_fp32_rows", 4, 0.5, 0.05), Cell("m3_ultra_fp16", 8, 0.8, 0.2)])
+def test_several_streams_are_nearly_as_fast_as_with_the_best_fixed_lookahead_in_a_sample(cell):
+    assert over_fixed(cell) >= MIN_OVER_FIXED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_streams_are_nearly_as_fast_as_with_the_best_fixed_lookahead(device):
+    cells = [Cell(device, *cell) for cell in ((4, 0.5, 0.05), (4, 0.8, 0.2), (8, 0.5, 0.2), (16, 0.8, 0.05))]
+    found = {cell: over_fixed(cell) for cell in cells}
+    assert {cell: ratio for cell, ratio in found.items() if ratio < MIN_OVER_FIXED} == {}
+    assert geometric_mean(found.values()) >= MIN_MEAN_OVER_FIXED
