@@ -280,7 +280,9 @@ def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
     """Seconds to wait for the proposals of all texts, if all have the same lookahead; <= 0 to begin now."""
     drafted_for = [each for each in view.expected if each.awaits_drafter and each.is_drafter_ready]
     num_texts = num_ready + len(drafted_for)
-    lookaheads = {turn.lookahead for turn in view.turns if not turn.is_alone and not turn.reads_again}
+    sharing = [turn for turn in view.turns if not turn.is_alone and not turn.reads_again]
+    # A drafter may rest in "auto"; a plain round at a fixed lookahead is an exception, for which nobody waits.
+    lookaheads = {0 if turn.is_plain and turn.lookahead != "auto" else turn.lookahead for turn in sharing}
     lookaheads |= {each.lookahead for each in drafted_for}
     if not drafted_for or len(lookaheads) != 1 or num_texts > view.max_batch:
         return 0.0

@@ -400,6 +400,7 @@ class Runtime:
 
     async def _save(self, *arguments: Any) -> int:
         with self._sessions.while_open():
+            await self._sessions.end_idle_reading()
             return await self._models().save(*arguments)
 
     def _models(self) -> SessionSaver:

@@ -39,6 +39,7 @@ from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.loading.device import runs_on_battery
+from runtime.persistence.saved_session import DRAFTER_WAIT_S
 
 logger = logging.getLogger("outrider")
 
@@ -121,6 +122,7 @@ class Sessions:
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)  # of the target
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)  # set once every session has that error
     idle_reading: IdleReading = attrs.field(init=False)
+    _read_when_idle: Session | None = attrs.field(init=False, default=None)  # the last session that reads in idle time
     _admitted: dict[int, Session] = attrs.field(init=False, factory=dict)  # in this order
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _growing: dict[int, Session] = attrs.field(init=False, factory=dict)  # admitted; they wait for more memory
@@ -281,8 +283,10 @@ class Sessions:
         is_read = False
         try:
             self._enter(session)
-            if is_idle and opened.session in self._waiting:
-                return session
+            if is_idle:
+                if opened.session in self._waiting:
+                    return session
+                self._read_when_idle = session
             async for commit in receive:  # none comes; the channel is closed once the target has read
                 raise ProtocolError(f"a session that generates nothing has committed {commit!r}")
             if is_idle:
@@ -294,6 +298,13 @@ class Sessions:
         if session.error is not None:
             raise session.error
         return session
+
+    async def end_idle_reading(self) -> None:
+        """Have what is read in idle time given up, and wait until its caches are put away: at most `DRAFTER_WAIT_S`."""
+        self.idle_reading.give_way()
+        if self._read_when_idle is not None:
+            with trio.move_on_after(DRAFTER_WAIT_S):  # a drafter that hangs puts nothing away
+                await self._read_when_idle.has_left.wait()
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; for any thread, at any moment."""
