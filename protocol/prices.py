@@ -97,6 +97,7 @@ LAST_ROW_OF_SLOPE = 5  # the row up to which `Estimates.verify_seconds_per_token
 MAX_RULES = 16
 # In the first few of this many rounds, a fixed lookahead works ahead whatever the prices say, to keep them current.
 TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
+NEARLY_BEST = 0.99  # the share of the best rate from which on another lookahead is as good
 RATE_MEMORY_ROUNDS = 40.0  # rounds over which the speculative rate is averaged
 
 
@@ -347,11 +348,14 @@ class Prices:
         return max((rate for _, rate in self._modelled_rates(acceptance)), default=0.0)
 
     def best_lookahead(self) -> int:
-        """The fixed lookahead that should be best for texts that share all passes, at the drafter's acceptance."""
+        """The fixed lookahead that should be best for texts that share all passes, at the drafter's acceptance; the
+        longest of nearly equal ones, which also shows what longer ones cost.
+        """
         known = self._best_lookaheads.get(self.num_texts)
         if known is None:
-            rates = self._modelled_rates(self._last_calibration.mean_acceptance)
-            known = max([(self.plain_rate, 0), *((rate, lookahead) for lookahead, rate in rates)])[1]
+            rates = [(0, self.plain_rate), *self._modelled_rates(self._last_calibration.mean_acceptance)]
+            least = NEARLY_BEST * max(rate for _, rate in rates)
+            known = max(lookahead for lookahead, rate in rates if rate >= least)
             self._best_lookaheads[self.num_texts] = known
         return known
 

@@ -124,7 +124,7 @@ def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns(device):
 
 # Least speed over that of the best fixed lookahead, and least geometric mean of it over the cells of a device.
 MIN_OVER_FIXED = 0.88
-MIN_MEAN_OVER_FIXED = 0.95
+MIN_MEAN_OVER_FIXED = 0.92
 
 
 @sweep("cell", [Cell("cpu_fp32_rows", 4, 0.5, 0.05), Cell("m3_ultra_fp16", 8, 0.8, 0.2)])
