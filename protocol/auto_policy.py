@@ -196,12 +196,17 @@ class AutoPolicy:
         """How many tokens to draft for a proposal at most."""
         if not self._waits_for_all:
             return view.max_proposal
-        return min(view.max_proposal, max(1, self.prices.best_lookahead()))
+        return min(view.max_proposal, self._common_lookahead)
 
     @property
     def _waits_for_all(self) -> bool:
         """Whether texts share the passes of both models, so that they wait for each other, and are padded alike."""
         return self.prices.num_texts > 1 and self.prices.drafts_together
+
+    @property
+    def _common_lookahead(self) -> int:
+        """How far texts that wait for each other are drafted for, >= 1."""
+        return max(1, self.prices.best_lookahead())
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float, core_hold_s: float = 0.0) -> float:
         """Seconds by which drafting delays a target, which other sessions' passes hide, but for the cores it lacks."""
@@ -220,7 +225,7 @@ class AutoPolicy:
     def expansion(self, view: PolicyView) -> Node | None:
         if view.verdict_due_s is None:
             return self._best_end(view)[0]
-        if self._waits_for_all and not self.prices.works_ahead(max(1, self.prices.best_lookahead())):
+        if self._waits_for_all and not self.prices.works_ahead(self._common_lookahead):
             return None
         best, best_reach_per_s = None, 0.0
         for node in view.tree.frontier():

@@ -54,7 +54,7 @@ def physical_memory() -> int:
 
 def runs_on_battery() -> bool:
     """Whether the machine is known to have no other power now."""
-    import psutil  # takes a tenth of a command's start
+    import psutil  # takes 45 ms, which no start of a command needs
 
     battery = psutil.sensors_battery()
     return battery is not None and battery.power_plugged is False
