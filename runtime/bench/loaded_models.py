@@ -317,7 +317,7 @@ async def load_models(
         drafts: by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
     """
     target = check_source("target", target)
-    sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
+    sources = {name: check_draft_source(draft, target) for name, draft in drafts.items() if draft != NGRAM}
     if dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     if group is not None:

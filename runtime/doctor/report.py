@@ -194,7 +194,7 @@ def check_examined(
     """The models to load and the options of their caches, from arguments of `examine`, checked as far as possible."""
     sources: dict[Actor, Source] = {"target": model_sources.check_source("target", target)}
     if draft is not None:
-        sources["draft"] = model_sources.check_draft_source(draft)
+        sources["draft"] = model_sources.check_draft_source(draft, sources["target"])
     options = model_sources.caches_of(OpenOptions(**cache_options))
     if group is not None:
         check_group(group, sources["target"], sources.get("draft"))

@@ -213,7 +213,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None and draft != NGRAM:
         try:
-            sources["draft"] = check_draft_source(draft)
+            sources["draft"] = check_draft_source(draft, sources["target"])
         except ModelError:
             if not options.get("draft_rank"):
                 raise
@@ -283,7 +283,7 @@ class _DraftLoader:
         if draft == NGRAM:
             self.prices.forget_drafter()
             return "ngram"
-        source = check_draft_source(draft)
+        source = check_draft_source(draft, self.source)
         check_drafter(source)
         if self.options.has_draft_process:
             draft_process.check_draft_process(self.source, source)

@@ -115,7 +115,7 @@ def check_source(role: str, source: Any) -> Source:
         raise SettingsError(
             f"{role} must be a path, a hub id, a ModelSpec or a pair (model, tokenizer), got {shown(source)}"
         )
-    if role == "target" and (named := named_model(source)) is not None:
+    if (named := named_model(source)) is not None:
         return named.target
     if source == NGRAM:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
@@ -166,8 +166,10 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
     return attrs.evolve(spec, path=path, adapter_path=spec.checked_adapter(role))
 
 
-def check_draft_source(source: Any) -> Source:
-    """As `check_source` for a draft, which may also be the MTP layer in the target's files, or "auto"."""
+def check_draft_source(source: Any, target: Source | None) -> Source:
+    """As `check_source` for a draft, which may also be the MTP layer in the target's files, or "auto". The name of
+    the target, which was checked and is None where it is not known, stands for its own drafter.
+    """
     spec = source if isinstance(source, ModelSpec) else None
     word = source if spec is None else spec.path
     if word == MTP:
@@ -180,6 +182,8 @@ def check_draft_source(source: Any) -> Source:
                 f'draft "{AUTO_DRAFT}" takes a drafter as its files are; leave out all else, or name the drafter'
             )
         return AUTO_DRAFT
+    if target is not None and (named := named_model(source)) is not None and named.target == folder_of(target):
+        return check_source("draft", named.draft)
     return check_source("draft", source)
 
 

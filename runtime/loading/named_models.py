@@ -1,4 +1,4 @@
-"""Targets that have a name, with what drafts for them: the demo pair, and a chat model on PyPI. Imports no mlx."""
+"""Models that have a name, with what drafts for them: the demo pair, and a chat model on PyPI. Imports no mlx."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMOLLM2_DRAFT: Path | str = Path(__file__).parent.parent / "smollm2_drafter"
 
 @attrs.frozen
 class NamedModel:
-    """A target with a name."""
+    """A model with a name, as a target and for targets without a drafter of their own."""
 
     name: str
     target: Path
@@ -37,7 +37,7 @@ def named_model(name: object) -> NamedModel | None:
     if name != SMOLLM2:
         return None
     if (found := _smollm2()) is None:
-        raise ModelError(f"the target {SMOLLM2!r} is in a package that is not installed; {INSTALL}")
+        raise ModelError(f"{SMOLLM2!r} is in a package that is not installed; {INSTALL}")
     return found
 
 

