@@ -30,7 +30,9 @@ DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)  # tokens of each timed pass
 # These are timed, too, as long as the pass before took at most this many times as long as one token's: on a GPU, many
 # rows may cost no more than a few, and how many streams speculate together depends on that.
 WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
-NUM_PASSES_ALONE = 2  # of each width
+# How often each width is timed alone: once where passes take so long, in seconds for one of each width, that little
+# else can disturb their times, and that people would wait for them.
+NUM_PASSES_ALONE, LONG_S = 2, 1.0
 NUM_PLAIN_STEPS = 6
 MAX_REPEATS = 2  # of a measurement whose prices are implausible
 TEMPERATURE = 1.0  # of the sampled tokens
@@ -76,14 +78,21 @@ async def _measure(of_target: tuple[Model, Worker], draft: tuple[Model, Worker] 
         if draft is not None:
             drafter = await stack.enter_async_context(_opened(*draft, prices))
             await drafter.time_steps()
-        await target.time_passes(NUM_PASSES_ALONE * TARGET_WIDTHS)
+        for _ in range(NUM_PASSES_ALONE):
+            if await target.time_passes(TARGET_WIDTHS) > LONG_S:
+                break
+        if not prices.plain_decode_s.is_known:
+            await target.time_plain_decoding()
         if draft is not None:
             await _time_side_by_side(target, drafter)
-    async with _opened(*of_target, prices) as target:
-        await target.time_wide_passes()
-    if not prices.plain_decode_s.is_known:
+    if not _is_dear(TARGET_WIDTHS[-1], prices):
         async with _opened(*of_target, prices) as target:
-            await target.time_plain_decoding()
+            await target.time_wide_passes()
+
+
+def _is_dear(width: int, prices: Prices) -> bool:
+    """Whether no wider pass than one of this width is timed."""
+    return prices.verify(width) > MAX_COST_BEFORE_WIDER * prices.verify(1)
 
 
 @attrs.frozen
@@ -123,26 +132,30 @@ class _Timed:
             job = await self.run(width)
             self.prices.observe_draft_step(width, job.began, job.ended, beside_target=False)
 
-    async def time_passes(self, widths: tuple[int, ...]) -> None:
+    async def time_passes(self, widths: tuple[int, ...]) -> float:
+        """Returns: their seconds."""
+        total_s = 0.0
         for width in widths:
             job = await self.run(width)
             self.prices.observe_verify_pass(width, job.began, job.ended)
+            total_s += job.seconds
+        return total_s
 
     async def time_wide_passes(self) -> None:
         """Time passes over more and more tokens, until they are expensive or the context ends."""
         width, num_fed, context_length = TARGET_WIDTHS[-1], NUM_TEXT_TOKENS, self.model.context_length
         for wider in WIDE_WIDTHS:
             num_fed += (1 + NUM_PASSES_ALONE) * wider
-            is_dear = self.prices.verify(width) > MAX_COST_BEFORE_WIDER * self.prices.verify(1)
-            if is_dear or (context_length is not None and context_length < num_fed):
+            if _is_dear(width, self.prices) or (context_length is not None and context_length < num_fed):
                 return
             width = wider
             await self.run(width)  # not timed, as above
             await self.time_passes(NUM_PASSES_ALONE * (width,))
 
     async def time_plain_decoding(self) -> None:
-        row = Row(self.sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
-        step = partial(Passes(self.model).steps, [row], [Share(0, 0, 1)], NUM_PLAIN_STEPS, goes_ahead=True)
+        row = Row(self.sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(self.sequence.length, (0,)))
+        # One step more, which launches no pass, so that none is left for those that are timed later.
+        step = partial(Passes(self.model).steps, [row], [Share(0, 0, 1)], NUM_PLAIN_STEPS + 1, goes_ahead=False)
         ended_s: list[float] = []
 
         def note(job: Job[Any], results: Sequence[RowResult], goes_on: bool) -> None:
@@ -151,7 +164,7 @@ class _Timed:
             ended_s.append(job.ended)
 
         await self.worker.run_steps(Steps("warm-up", step, note, num_tokens=1))
-        for before_s, after_s in pairwise(ended_s):  # the first step is not a pass ahead
+        for before_s, after_s in pairwise(ended_s[:NUM_PLAIN_STEPS]):  # the first step is not a pass ahead
             self.prices.plain_decode_s.observe(after_s - before_s)
 
 

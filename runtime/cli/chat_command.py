@@ -70,7 +70,7 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
     lines, output, outcome = LineReader(), Output(), CommandOutcome()
 
     async def talk() -> None:
-        async with models.open(settings, trace=display.on_event) as runtime:
+        async with models.open(settings, trace=display.on_event, max_streams=1) as runtime:
             given = limit_of(runtime.tokenizer) | completed(settings, arguments, runtime.tokenizer)
             conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **given)
             chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, given)

@@ -235,7 +235,7 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
             for listener in listeners:
                 listener(event)
 
-        runtime = await stack.enter_async_context(models.open(settings, trace=on_event))
+        runtime = await stack.enter_async_context(models.open(settings, trace=on_event, max_streams=1))
         for recorder in recorders:
             if isinstance(recorder, TimelineFile):
                 recorder.tokenizer = runtime.tokenizer

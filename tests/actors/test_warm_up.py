@@ -114,6 +114,15 @@ def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(slope
     assert nothing_is_open(*pair)
 
 
+@sweep(("base", "num_passes"), [(0.01, 4), (1.0, 3)])
+def test_passes_that_people_would_wait_for_are_not_timed_twice(base: float, num_passes: int) -> None:
+    """One is not timed, the next are, and the last of each width runs beside the drafter."""
+    heard: list[Event] = []
+    run(lambda: warmed_up(*models(), base=base, slope=base, heard=heard))
+    widths = [event.num_tokens for event in heard if isinstance(event, Span) and event.actor == "target"]
+    assert [widths.count(width) for width in (2, 4)] == [num_passes, num_passes]
+
+
 @pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0])
 def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) -> None:
     less, more = (run(lambda k=k: warmed_up(*models(), kappa=k)).contention for k in (kappa / 2, kappa))

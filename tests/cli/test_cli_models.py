@@ -8,10 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from command_line import ran, save_model
+from command_line import piped, ran, save_model
 from sweeps import sweep
 
 import runtime
+from actors.mlx.shared_passes import SharedPasses
 from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
@@ -60,6 +61,15 @@ def test_what_ends_a_text_that_does_not_end_by_itself(arguments, num_tokens, ins
     config = ["--model-config", '{"max_position_embeddings": 405}']
     out = ran(capfd, "generate", PROMPT, "--target", instruct, *config, "--ignore-eos", *arguments, "--json").out
     assert json.loads(out)["statistics"]["generated_tokens"] == num_tokens
+
+
+def test_commands_of_one_stream_do_not_find_out_whether_texts_could_share_passes(instruct, capfd, monkeypatch):
+    monkeypatch.setattr(SharedPasses, "_agrees", lambda _: pytest.fail("that takes passes over some forty tokens"))
+    assert generated(capfd, PROMPT, "--target", instruct)[0] == expected(
+        instruct, [{"role": "user", "content": PROMPT}]
+    )
+    status, out, _ = piped(capfd, monkeypatch, "--target", instruct, "--max-tokens", "6", lines=PROMPT)
+    assert (status, len(out.split())) == (0, 6)
 
 
 # --- chat templates -------------------------------------------------------------------------------

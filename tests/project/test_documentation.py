@@ -274,6 +274,7 @@ def check_command(arguments: list[str]) -> None:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             if rest == INSTALL.split()[1:]:
                 return
+            rest = [each for each in rest if each != "--no-compile"]
             assert rest[:2] == ["install", "-e"]
             asked = re.fullmatch(r"\.(?:\[(.*)\])?", rest[2])
             assert set((asked[1] or "cpu").split(",")) <= extras.keys()
