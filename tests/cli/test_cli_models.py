@@ -64,12 +64,14 @@ def test_what_ends_a_text_that_does_not_end_by_itself(arguments, num_tokens, ins
 
 
 def test_commands_of_one_stream_do_not_find_out_whether_texts_could_share_passes(instruct, capfd, monkeypatch):
-    monkeypatch.setattr(SharedPasses, "_agrees", lambda _: pytest.fail("that takes passes over some forty tokens"))
-    assert generated(capfd, PROMPT, "--target", instruct)[0] == expected(
-        instruct, [{"role": "user", "content": PROMPT}]
-    )
+    probes: list[SharedPasses] = []
+    monkeypatch.setattr(SharedPasses, "_agrees", lambda passes: not probes.append(passes))
+    tokens, *_ = generated(capfd, PROMPT, "--target", instruct)
     status, out, _ = piped(capfd, monkeypatch, "--target", instruct, "--max-tokens", "6", lines=PROMPT)
-    assert (status, len(out.split())) == (0, 6)
+    assert (status, len(out.split()), probes) == (0, 6, [])
+    assert tokens == expected(instruct, [{"role": "user", "content": PROMPT}])
+    with runtime.open_sync(instruct):  # may have several streams
+        assert probes
 
 
 # --- chat templates -------------------------------------------------------------------------------
