@@ -219,8 +219,18 @@ class AutoPolicy:
         remaining_s = max(0.0, view.drafting_until_s - view.now_s) if view.drafting_node is not None else 0.0
         if view.drafting_node is end:
             return remaining_s
-        # As for one token to feed: a drafter that has fallen behind must catch up once, whatever is drafted next.
-        return remaining_s + self.prices.draft_share_s(1, beside_target=remaining_s < view.queue_slack_s)
+        beside_target = remaining_s < view.queue_slack_s
+        step_s = self.prices.draft_share_s(1, beside_target=beside_target)
+        # A drafter that has fallen behind must catch up once, whatever is drafted next. But copied tokens before this
+        # end are fed for nothing if the target rejects one of them.
+        root = view.tree.root
+        if end is not root and (num_to_feed := view.num_to_feed(end)) > 1:
+            wide_s, catch_up_s = (
+                self.prices.draft_share_s(width, beside_target=beside_target)
+                for width in (num_to_feed, view.num_to_feed(root))
+            )
+            step_s += (1.0 - end.reach) * max(0.0, wide_s - catch_up_s)
+        return remaining_s + step_s
 
     def expansion(self, view: PolicyView) -> Node | None:
         if view.verdict_due_s is None:

@@ -280,6 +280,27 @@ def test_on_its_turn_the_drafter_drafts_only_what_lengthens_the_proposal(tree, p
     assert auto(prices).expansion(view) is view.growable()
 
 
+@pytest.mark.parametrize(("confidence", "pays"), [(0.85, False), (0.99, True)])
+def test_copied_tokens_are_fed_to_draft_after_them_only_if_they_are_likely_to_be_accepted(confidence, pays):
+    prices = prices_of(slope=0.0, step=0.1)
+    for _ in range(20):
+        prices.observe_draft_step(6, 0.0, 0.6, beside_target=False)
+    policy, tree = auto(prices), tree_of(copied=tuple((token, confidence) for token in range(6)))
+    policy.calibration.mean_acceptance = 0.5
+
+    def waits_for_draft(num_to_feed: int) -> bool:
+        """Whether a token drafted after the copies is worth waiting for."""
+        view = view_of(
+            tree,
+            can_expand=lambda node: node is not tree.root,
+            num_to_feed=lambda node: 1 if node is tree.root else num_to_feed,
+        )
+        return policy.proposal(view) is None
+
+    assert waits_for_draft(1)
+    assert waits_for_draft(6) is pays
+
+
 @pytest.mark.parametrize("mean", [0.0, 0.3])
 def test_where_speculating_is_modelled_to_be_slower_a_rest_is_taken_and_prolonged(mean):
     prices = prices_of(slope=0.5, step=1.0, delay=0.9)
