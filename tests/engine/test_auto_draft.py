@@ -22,6 +22,7 @@ from runtime.cli import main as cli
 from runtime.cli.serve_command import _name_drafter
 from runtime.loading import drafters
 from runtime.loading.model_sources import check_draft_source
+from runtime.loading.named_models import SMOLLM2_DRAFT
 from runtime.server.models.served_model import ServedModel
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -311,6 +312,14 @@ def test_a_quantised_copy_of_the_target_under_any_name_is_no_drafter(sizes: Any,
     cached(cache, "org/large-4bit", 500, **sizes)
     cached(cache, "org/small", 300, **others)
     assert named(target, cache) == ["org/small"]
+
+
+def test_the_bundled_drafter_is_found_for_copies_of_its_target(tmp_path: Path, cache: Path) -> None:
+    target = model(tmp_path / "SmolLM2-135M-Instruct-4bit", 3000, hidden_size=576, vocab_size=49152)
+    wider = model(tmp_path / "SmolLM2-360M-Instruct", 3000, hidden_size=960, vocab_size=49152)
+    (found,) = runtime.suggest_draft(target, cache_dir=cache)
+    assert (found.folder, found.kind) == (SMOLLM2_DRAFT, "EAGLE-3")
+    assert named(wider, cache) == []
 
 
 def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Path) -> None:
