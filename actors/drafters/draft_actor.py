@@ -534,8 +534,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         num_judged = num_proposed = len(proposal.tokens) if proposal is not None else 0
         if isinstance(verdict, Verdict) and verdict.num_judged is not None:
             num_judged = verdict.num_judged
-        session.learn(commit, num_judged)
-        was_hit = session.follow(commit)
+        was_hit = session.follow(commit, num_judged)
         # A late drafter still proposes what it has drawn: it may be late because of which tokens it drew.
         if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
@@ -550,7 +549,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if session.state.round % self.rest_rounds == 0:
                 session.only_copies = self._rests_on(session, self.rest_rounds)
         else:
-            if session.policy.works_ahead:
+            if session.works_ahead:
                 # A miss costs the target no more than a hit if it has passes of other sessions to do.
                 self.prices.hit_rate.observe(float(was_hit or self._target_queue.is_busy))
             self._count_hit(session, verdict.round, was_hit)

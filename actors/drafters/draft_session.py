@@ -15,7 +15,7 @@ from protocol.draft_plan import MAX_BEHIND_WHEN_READY, Facts, Task, Waiting
 from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Features, Proposal
-from protocol.session_state import Commit, SessionPhase
+from protocol.session_state import SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
 
@@ -31,6 +31,7 @@ class DraftSession(DrafterSession):
         self.has_lost_tokens = False  # whether the cache has lost some of the text because a shared pass has failed
         self.catches_up = False  # whether the drafter is to read, during a rest, what the target has committed
         self.only_copies = False  # whether the model rests as drafting does not pay, and only copies are proposed
+        self.works_ahead = False  # whether it drafts while its last proposal is verified
         self.was_prompt_cached = False  # whether the target had the whole prompt cached, and so has no features of it
         self.begins_with_rest: bool | None = None  # whether a rest, and no reading, comes first; None until decided
         self.task: Task | None = None  # the next job for it, as of the last look; None for none until something changes
@@ -132,8 +133,9 @@ class DraftSession(DrafterSession):
 
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
         """The node to draft after next, or None to do nothing until something changes."""
-        phase = self.state.phase
-        may_draft = phase is SessionPhase.PROPOSING or (phase is SessionPhase.VERIFYING and self.policy.works_ahead)
+        may_draft = self.state.phase is SessionPhase.PROPOSING
+        if self.state.phase is SessionPhase.VERIFYING:
+            may_draft = self.works_ahead = self.policy.works_ahead
         if not (may_draft and self.is_ready) or self.only_copies:
             return None
         return self.policy.expansion(self.view(now_s, queue_slack_s))
@@ -152,18 +154,8 @@ class DraftSession(DrafterSession):
         """Whether a copy could be proposed now without the model."""
         return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
 
-    def learn(self, commit: Commit, num_judged: int) -> None:
-        """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
-        if not isinstance(self.policy, AutoPolicy):
-            return
-        by_match = self.settings.rule == "match"
-        for index, guess, was_right in self.tree.outcomes(commit.tokens):
-            # A draw that was not judged might have been accepted even if it differs from the committed token.
-            if by_match or index < num_judged:
-                self.policy.calibration.observe(guess, was_right)
-
     def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
-        """Likewise with what the drafter would have guessed from a position on: tokens, and its confidence in each."""
+        """Calibrate the drafter's confidence with what it would have guessed from a position on, and how surely."""
         assert isinstance(self.policy, AutoPolicy)
         by_match = self.settings.rule == "match"
         # The token after the last guess is not committed yet, so that guess is left out.

@@ -92,10 +92,16 @@ class DrafterSession(ActorSession):
         search.append(prompt)
         return search
 
-    def follow(self, commit: Commit) -> bool:
-        """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
+    def follow(self, commit: Commit, num_judged: int = 0) -> bool:
+        """Advance the tree over a commit, before which `num_judged` drafted tokens were judged, and calibrate the
+        drafter's confidence. True for a hit: the commit's last token was in the tree, too.
+        """
         policy = self.policy
         if isinstance(policy, AutoPolicy):
+            for index, guess, was_right in self.tree.outcomes(commit.tokens):
+                # A draw that was not judged might have been accepted even if it differs from the committed token.
+                if index < num_judged or self.settings.rule == "match":
+                    policy.calibration.observe(guess, was_right)
             # Copies that were not judged count, too, under any rule: a copied token is not drawn at random, so it
             # equals the committed token as often as it would be accepted.
             for guess, token in zip(self._copied, commit.tokens, strict=False):
