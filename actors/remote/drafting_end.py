@@ -41,7 +41,7 @@ class DraftingEnd:
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
         """Make the end of a link to the runtime; `clock` is the drafter's worker's, in seconds."""
         self.prices = Prices(tell=self._note_measurement)  # of this end. Both ends tell each other what they measure.
-        self.wants_instants = False  # whether the runtime has a trace; see `runtime.engine.events.Events`
+        self.wants_instants = False  # whether the runtime has a trace; see `protocol.trace.Events`
         self.link = link
         self._clock = clock
         self._queue = TargetQueue(self.prices.verify)

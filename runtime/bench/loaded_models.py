@@ -32,10 +32,9 @@ from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.statistics import Statistics
-from protocol.trace import Event
+from protocol.trace import Event, Events
 from runtime.bench import contenders
 from runtime.bench.contenders import PLAIN, Contender, Length, Prompts, Run, TimedToken
-from runtime.engine.events import Events
 from runtime.engine.opening import bounded_batch, running
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt

@@ -49,9 +49,8 @@ from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, NGRAM, SettingsLike, keywords_of
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
-from protocol.trace import Actor, Event
+from protocol.trace import Actor, Event, Events
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
-from runtime.engine.events import Events
 from runtime.engine.memory import weights_of
 from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
 from runtime.engine.runtime import CLOSED, Runtime

@@ -24,8 +24,8 @@ from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.settings import Settings, SettingsLike, check_vocabulary_size, keywords_of, settings_from
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Statistics
+from protocol.trace import Events
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
-from runtime.engine.events import Events
 from runtime.engine.request_validation import RequestValidation
 from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Conversation, Message, turn_settings

@@ -24,9 +24,9 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from protocol.lookahead_tree import Guess, LookaheadTree
+from protocol.trace import Events
 from runtime import Grammar
 from runtime.engine.drafter_slot import LoadedDrafter
-from runtime.engine.events import Events
 
 LETTERS = "abcdefgh"
 PAIRS = [("a", "b"), ("b", "c"), ("c", "d"), ("d", "e"), ("e", "f"), ("f", "g"), ("g", "h"), ("h", "a")]

@@ -10,7 +10,7 @@ from scripted_models import PROMPT
 from simulation import simulated_runtime
 from sweeps import sweep
 
-from runtime.engine.events import Events
+from protocol.trace import Events
 
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700

@@ -23,7 +23,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from protocol.drafter_wire import DraftNews, TargetNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
-from runtime.engine.events import Events
+from protocol.trace import Events
 from runtime.engine.opening import running
 
 NUM_TOKENS = 24

@@ -20,9 +20,8 @@ from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
-from protocol.trace import Event, Instant
+from protocol.trace import Event, Events, Instant
 from runtime.engine.drafter_slot import LoadedDrafter
-from runtime.engine.events import Events
 from runtime.engine.opening import running
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]

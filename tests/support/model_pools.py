@@ -10,7 +10,7 @@ from asgi import COMPLETIONS, Aside, Exchange, Letters, ScriptedCheck, ask, exch
 from scripted import ComparingWorker, ScriptedModel, Simulation, hashed, priced
 
 from protocol.errors import ModelError
-from runtime.engine.events import Events
+from protocol.trace import Events
 from runtime.engine.opening import running
 from runtime.server.app import Service, application
 from runtime.server.grammars.schemas import Schemas

@@ -35,9 +35,8 @@ from protocol.cache_size import CacheSize
 from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
-from protocol.trace import Event, Instant, Span
+from protocol.trace import Event, Events, Instant, Span
 from runtime import Token
-from runtime.engine.events import Events
 from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
 

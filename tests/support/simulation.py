@@ -28,8 +28,7 @@ from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
 from protocol.settings import Settings
 from protocol.statistics import Statistics
-from protocol.trace import Event, Span
-from runtime.engine.events import Events
+from protocol.trace import Event, Events, Span
 from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
 

@@ -19,8 +19,8 @@ from simulation import simulated_runtime
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from protocol.copying import Forced
+from protocol.trace import Events
 from runtime.bench.acceptance_trace import TracedText
-from runtime.engine.events import Events
 
 WRONG = 0
 UNKNOWN = (WRONG, 0.1)  # what the drafter says where nothing was traced

@@ -24,8 +24,8 @@ from actors.mlx import sequence_state
 from actors.persistence import saved_sequence
 from actors.target.drafter_link import DrafterLink
 from protocol.tensor import Tensor
+from protocol.trace import Events
 from runtime.engine import sessions
-from runtime.engine.events import Events
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
 

@@ -21,8 +21,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.eagle3 import Eagle3Reader
 from actors.trained.kinds.mtp import MTPReader
 from actors.trained.trained_sequence import TrainedSequence
-from protocol.trace import Span
-from runtime.engine.events import Events
+from protocol.trace import Events, Span
 
 VOCAB_SIZE = 48
 SHARING = ("eagle3", "peagle", "medusa", "mtp", "mtp_deep", "dflash", "dspark", "dflash2")
