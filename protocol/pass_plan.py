@@ -329,9 +329,7 @@ class PassLimit:
             self.most, self._most_passes = self.max_batch, SMALL_PASSES
 
     def count_pass(self) -> None:
-        """Note a pass that has not failed."""
-        if self.most == self.max_batch:
-            return
+        """Note a pass that has not failed, while fewer sessions than usual may share one."""
         self._num_passes += 1
         if self._num_passes >= self._most_passes:
             self._num_passes, self._most_passes = 0, 2 * self._most_passes

@@ -436,7 +436,8 @@ class TargetActor(ModelActor[TargetSession]):
             width = max([session.row.num_tokens for session in sessions if session.row is not None], default=1)
             self._pass_prices.learn_verified(job, sessions, num_texts, num_computed, width)
         running.is_first, running.going_on = False, []
-        self._pass_limit.count_pass()
+        if self._pass_limit.most < self.max_batch:
+            self._pass_limit.count_pass()
         for session, ready_s, result in zip(sessions, running.ready_s, results, strict=True):
             session.shared.counts.wait(job.began - ready_s)
             session.has_shared = session.has_shared or len(sessions) > 1
@@ -456,7 +457,7 @@ class TargetActor(ModelActor[TargetSession]):
             running.steps.round = sessions[0].state.round
         if len(running.going_on) < len(sessions):
             running.steps.interrupt()
-        if goes_on:
+        if goes_on and self.drafter.mailbox is not None:  # nobody else asks how long the queue is
             self._target_queue.begin_again(job.ended)
         if not running.is_plain:
             # Before the task that waits for the pass goes on: the drafter's loop may run first.

@@ -36,8 +36,7 @@ NO_REASONING: ReasoningMarks = {"tags": None, "is_thinking": False}
 class ReasoningTracker:
     """Splits a growing answer into reasoning and the rest, token by token."""
 
-    num_tokens = 0  # number of tokens given
-    tail = ""  # the withheld text of those tokens; see `TokenStream.tail`
+    tail = ""  # the text that was still withheld when the answer was over; see `TokenStream.tail`
     tags = ("", "")  # the opening and the closing tag; both empty if none are known
     begun = ""  # the text of the message that the prompt has begun
     has_tags = False  # whether the answer so far has a tag
@@ -49,7 +48,6 @@ class ReasoningTracker:
     _end: tuple[int, ...] = ()
     _reader: Reader | None = None  # tells the reasoning, instead of ids, where an answer has more structure than tags
     _num_readable_chars = 0  # including those withheld as a possible stop string
-    _num_given_chars = 0
 
     def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int]) -> None:
         """An empty answer.
@@ -61,7 +59,7 @@ class ReasoningTracker:
         self._recent: list[int] = []  # ids since the last tag
         # Pieces of the readable text: offset, text, and whether it is reasoning; the text of tags is left out.
         self._pieces: list[tuple[int, str, bool]] = []
-        self._given_texts: list[str] = []
+        self.texts: list[str] = []  # of the given tokens, possibly empty
         # The format of an answer of several messages, and markers of an answer's structure, which are part of no text.
         self.messages = None if tokenizer is None else message_format(tokenizer)
         self.dropped: tuple[str, ...] = () if tokenizer is None else structural_markers(tokenizer)
@@ -76,11 +74,18 @@ class ReasoningTracker:
         self.began_thinking = self.is_thinking  # whether it begins within the reasoning
         if self.dropped or (self.tags[0] and not self._start):
             self._reader = reader_of(self)
+        # Whether anything in the answer may be reasoning, or a marker that is part of no text.
+        self.has_marks = bool(self._start) or self._reader is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens given."""
+        return len(self.texts)
 
     @property
     def text(self) -> str:
         """The whole answer, tags included."""
-        return "".join(self._given_texts)
+        return "".join(self.texts)
 
     @property
     def thinking(self) -> str:
@@ -97,14 +102,16 @@ class ReasoningTracker:
         if not self.is_over or not self.tail:
             return self
         whole = copy.copy(self)
-        # The pieces already include text withheld as a possible stop string.
-        num_withheld = self._num_readable_chars - self._num_given_chars
-        whole._given_texts = [*self._given_texts, self.tail]
-        whole._pieces = [*self._pieces, (self._num_readable_chars, self.tail[num_withheld:], self.is_thinking)]
-        whole._num_given_chars += len(self.tail)
+        whole.texts = [*self.texts, self.tail]
+        if self.has_marks:
+            # The pieces already include text withheld as a possible stop string.
+            num_withheld = self._num_readable_chars - len(self.text)
+            whole._pieces = [*self._pieces, (self._num_readable_chars, self.tail[num_withheld:], self.is_thinking)]
         return whole
 
     def _side(self, *, is_thinking: bool) -> str:
+        if not self.has_marks:
+            return "" if is_thinking else self.text
         if self._reader is not None:
             reader, answer = reader_of(self), Answer()
             answer.add(reader.add(self.text))
@@ -112,22 +119,14 @@ class ReasoningTracker:
                 answer.add(reader.finish(is_complete=True))
             return answer.reasoning if is_thinking else answer.content
         pieces = (piece for piece in self._pieces if piece[2] is is_thinking)
-        return "".join(text[: max(0, self._num_given_chars - begin)] for begin, text, _ in pieces)
+        num_given = len(self.text)
+        return "".join(text[: max(0, num_given - begin)] for begin, text, _ in pieces)
 
-    def add(self, token: int, readable: str, given: str, tail: str = "") -> bool:
-        """Take the next token.
-
-        Args:
-            readable: the text that it makes readable.
-            given: the text that the consumer gets with it; a possible stop string comes later, or never.
-            tail: the text that was withheld so far.
+    def mark(self, token: int, readable: str) -> bool:
+        """Read the next token of an answer with marks; `readable` is the text that it makes readable.
 
         Returns: whether the token is reasoning, tags included; of an opening tag with several tokens, the last one is.
         """
-        self.num_tokens += 1
-        self.tail = tail
-        self._given_texts.append(given)
-        self._num_given_chars += len(given)
         self._pieces.append((self._num_readable_chars, readable, self.is_thinking))
         self._num_readable_chars += len(readable)
         if self._reader is not None:
@@ -135,8 +134,6 @@ class ReasoningTracker:
             self._reader.add(readable)
             self.is_thinking = self._reader.is_reasoning
             return was_thinking or self.is_thinking
-        if not self._start:
-            return False
         self._recent.append(token)
         was_thinking = self.is_thinking
         wanted = self._end if was_thinking else self._start

@@ -325,7 +325,7 @@ class TokenStream(SingleConsumer):
         self._arrived.clear()
         if self.finish_reason is None and self._calls is not None and self.parts is not None:
             self.parts.add(self._calls.finish(is_complete=False))
-        self.answer.is_over = True
+        self.answer.is_over, self.answer.tail = True, self._text.tail
 
     def _next_token(self) -> Token:
         commit, index = self._arrived[0], self._num_taken
@@ -338,15 +338,17 @@ class TokenStream(SingleConsumer):
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
-        position = self.answer.num_tokens
+        position = len(self.answer.texts)
         self._num_in_first_round += position == index
         self._session.counts.give(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         top = () if likelihood is None else likelihood.top
         is_last, is_cut = finish_reason is not None, finish_reason == "length"
-        text = self._text.add(commit.tokens[index], is_last=is_last, is_cut=is_cut)
+        id = commit.tokens[index]
+        text = self._text.add(id, is_last=is_last, is_cut=is_cut)
+        self.answer.texts.append(text)
         token = Token(
-            id=commit.tokens[index],
+            id=id,
             text=text,
             index=position,
             drafted_by=commit.drafted_by(index),
@@ -354,7 +356,7 @@ class TokenStream(SingleConsumer):
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top),
             stop_reason=commit.stop_reason if is_last_in_commit else None,
-            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
+            is_thinking=self.answer.has_marks and self.answer.mark(id, self._text.readable),
         )
         if self._calls is not None and self.parts is not None:
             token = self._with_deltas(token, self._calls, self.parts)

@@ -135,8 +135,8 @@ def test_the_tags_of_every_family_are_those_of_reasoning(opening, closing, are_t
     assert answer.is_thinking is is_begun
     text = ("" if is_begun else opening) + f"\nHm.{closing}\nA tag: {closing}"
     for token in tokenizer.encode(text, add_special_tokens=False):
-        piece = tokenizer.decode([token])
-        answer.add(token, piece, piece)
+        answer.texts.append(tokenizer.decode([token]))
+        answer.mark(token, answer.texts[-1])
     answer.is_over = True
     assert (answer.thinking.strip(), answer.said.strip()) == ("Hm.", f"A tag: {closing}")
 
@@ -155,8 +155,8 @@ def test_markers_around_an_answer_are_no_part_of_it():
     answer = ReasoningTracker(tokenizer, [1])
     said = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
     for token in tokenizer.encode(said, add_special_tokens=False):
-        piece = tokenizer.decode([token])
-        answer.add(token, piece, piece)
+        answer.texts.append(tokenizer.decode([token]))
+        answer.mark(token, answer.texts[-1])
     assert (answer.thinking, answer.said) == ("Hm.", "Yes.")
 
 

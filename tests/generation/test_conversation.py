@@ -256,7 +256,8 @@ def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[Re
     """The reasoning tracker of a text, and which of its tokens are reasoning."""
     answer = ReasoningTracker(wrapped, wrapped.encode(prompt, add_special_tokens=False))
     ids = wrapped.encode(text, add_special_tokens=False)
-    return answer, [answer.add(id, wrapped.decode([id]), wrapped.decode([id])) for id in ids]
+    answer.texts += [wrapped.decode([id]) for id in ids]
+    return answer, [answer.mark(id, text) for id, text in zip(ids, answer.texts, strict=True)]
 
 
 ASKED = "<|user|>What is <think>?<|endoftext|><|assistant|>"
@@ -307,7 +308,8 @@ def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop, thi
     ids = wrapped.encode("<think>see</think>ok then", add_special_tokens=False)
     for i, id in enumerate(ids):
         given = text.add(id, is_last=i + 1 == len(ids))
-        answer.add(id, text.readable, given)
+        answer.texts.append(given)
+        answer.mark(id, text.readable)
         if text.stop is not None:
             break
     assert (answer.thinking, answer.said) == (thinking, said)

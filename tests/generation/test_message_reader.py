@@ -145,7 +145,8 @@ def test_tags_that_are_special_tokens_mark_the_reasoning(tags):
         answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
         assert answer.is_thinking is bool(prompt)
         for token in tokenizer.encode(text, add_special_tokens=False):
-            answer.add(token, tokenizer.decode([token]), tokenizer.decode([token]))
+            answer.texts.append(tokenizer.decode([token]))
+            answer.mark(token, answer.texts[-1])
         assert (answer.thinking, answer.said) == ("a", "b")
 
 
