@@ -5,8 +5,6 @@ releases it: anything that waited for the model would hang.
 """
 
 import asyncio
-import contextlib
-import gc
 import signal
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from faces import FACES, on_asyncio
 from garbage import collect_garbage
 from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text, the_next_text_is_right
 from models import prompt_of
-from our_threads import outrider_thread_names, outrider_threads
+from our_threads import outrider_threads
 from polling import until_in_asyncio
 from scripted import read_into
 
@@ -189,23 +187,6 @@ async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(
     assert trace.is_put_away()
 
 
-@on_asyncio
-async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
-    trace, held = Trace(), BlockingModel(target())
-    async with opened(held, trace=trace, max_streams=1) as rt:
-        with released_on_exit(held):
-            held.block()
-            first = rt.stream(PROMPT, max_tokens=12)
-            await held.blocked_in_asyncio()
-            waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
-            await until_in_asyncio(lambda: rt.num_waiting == 1)
-            await cancelled(waiting)
-            await until_in_asyncio(lambda: rt.num_waiting == 0)
-            held.release()
-            assert [token.id async for token in first] == text(12)
-            assert {event.session for event in trace.events} <= {None, 0}
-
-
 @partial(on_asyncio, uvloop=True)
 async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop() -> None:
     held = BlockingModel(target())
@@ -348,26 +329,6 @@ async def test_a_runtime_that_nobody_holds_closes_itself_and_a_stream_holds_it()
     join_the_trio_thread()
 
 
-@on_asyncio
-async def test_a_cancelled_closing_goes_on_to_the_end() -> None:
-    held = BlockingModel(target())
-    rt = await opened(held)
-    held.block(after=2)
-    waiting = asyncio.create_task(consume(rt))
-    await held.blocked_in_asyncio()
-    closing = asyncio.create_task(rt.aclose())
-    await turns()
-    closing.cancel()
-    await turns()
-    assert not closing.done()
-    held.release()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    with pytest.raises(runtime.RuntimeClosedError):
-        await waiting
-    assert outrider_threads() == []
-
-
 def join_the_trio_thread() -> None:
     for thread in threading.enumerate():
         if thread.name == "outrider-trio":  # the other threads belong to a pool, and stay idle
@@ -473,40 +434,6 @@ async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) ->
         resolve.reset_mock()
         assert len([token async for token in slow]) == 49
         assert resolve.call_count <= 2
-
-
-@pytest.mark.slow
-@partial(on_asyncio, uvloop=True)
-async def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream() -> None:
-    async with opened() as rt:
-        await the_next_text_is_right(rt)
-        threads = outrider_thread_names()
-        for number in range(50):
-            match number % 5:
-                case 0:
-                    async for _ in rt.stream(PROMPT, **LONG):
-                        break
-                case 1:
-                    with pytest.warns(ResourceWarning, match="dropped unread"):
-                        rt.stream(PROMPT, **LONG)  # no consumer
-                case 2:
-                    async with rt.stream(PROMPT, **LONG):
-                        pass
-                case 3:
-                    task = asyncio.create_task(consume(rt))
-                    await turns(number)
-                    task.cancel()
-                case 4:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(consume(rt), 0.001)
-        await the_next_text_is_right(rt)
-        await until_in_asyncio(lambda: rt.num_streams == 0)
-        # Asyncio and trio have threads of their own, which come and go.
-        assert outrider_thread_names() == threads
-        del task
-        collect_garbage()
-        left = [thing for thing in gc.get_objects() if isinstance(thing, runtime.aio.TokenStream)]
-        assert left == []
 
 
 async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:

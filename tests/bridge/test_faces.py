@@ -4,6 +4,7 @@ To show that a call returns at once, a model blocks in the middle of a forward p
 waited for the model would hang.
 """
 
+import gc
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -274,6 +275,9 @@ async def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_o
                     ours = [event for event in target_passes(events) if event.session == session]
                     # At most the running one: one job of the target may make two forward passes.
                     assert len(ours) <= len(before) + 1, way
+    collect_garbage()
+    streams = (runtime.TokenStream, runtime.aio.TokenStream, runtime.sync.TokenStream)
+    assert [left for left in gc.get_objects() if isinstance(left, streams)] == []
 
 
 @on_every_face

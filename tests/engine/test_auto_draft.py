@@ -402,7 +402,3 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
 def test_a_target_that_is_not_there_is_refused(target: Any, error: type, complaint: str, cache: Path) -> None:
     with pytest.raises(error, match=complaint):
         runtime.suggest_draft(target, cache_dir=cache)
-
-
-def test_the_demo_drafters_are_found_beside_the_demo_target(cache: Path) -> None:
-    assert named(runtime.DEMO_TARGET, cache) == [str(runtime.DEMO_TRAINED_DRAFT), str(runtime.DEMO_DRAFT)]

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,9 +36,7 @@ from protocol.rank_messages import CloseTarget, Describe, Description, Loaded, R
 from runtime.cli import main as cli
 from runtime.doctor.agreement import BEGINNINGS, agreement, agreement_rows
 from runtime.doctor.ranks import examine_ranks, report_on_ranks, take_part_in_examination
-from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, described_layers, examine, report
-from runtime.loading import named_models
-from runtime.loading.named_models import NamedModel
+from runtime.doctor.report import Diagnosis, ExaminedModel, described_layers, examine, report
 from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, PassTime, medians, time_passes
 
 NUM_TIMES = 3
@@ -102,20 +99,6 @@ def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["machine"]["device"] in ("cpu", "gpu")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the libraries that a process has loaded")
-def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    blas = blas_in_use()
-    assert doctor(capsys, target)["machine"]["linear algebra"] == blas
-
-
-def test_a_model_alone(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    found = doctor(capsys, target)
-    # Without a pair, the report has no section about one.
-    assert list(found) == ["target", "machine", "conclusion"]
-    assert found["target"]["caches"] == "2 × KVCache"
-    assert "float32" in found["target"]["weights"]
-
-
 def test_a_model_alone_is_told_what_could_draft_for_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = save(tmp_path / "target", llama(hidden_size=256))
     draft = save(tmp_path / "draft", llama())
@@ -125,22 +108,10 @@ def test_a_model_alone_is_told_what_could_draft_for_it(capsys: pytest.CaptureFix
     assert "--draft ngram" in conclusion
 
 
-def test_a_default_target_that_lookup_drafts_for_is_examined_alone(capsys, target, monkeypatch):
-    named = NamedModel("smollm2", Path(target), "ngram", "a chat model")
-    monkeypatch.setattr(named_models, "_smollm2", lambda: named)
-    assert cli.main(["doctor"]) == 0
-    assert list(sections(capsys.readouterr().out)) == ["target", "machine", "conclusion"]
-
-
 def test_options_of_caches_reach_the_model(capsys: pytest.CaptureFixture[str], target: str) -> None:
     found = doctor(capsys, target, "--rewind", "none")["target"]
     assert found["rewinds by"].startswith("nothing (N=1): ")
     assert found["several streams"] == 'take turns, a pass for each, because rewind="none" is for one text a pass'
-
-
-def test_a_model_as_its_own_drafter(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    found = doctor(capsys, target, "--draft", target)
-    assert found["pair"]["vocabularies"] == f"the same, {VOCAB_SIZE} tokens"
 
 
 def test_different_vocabularies_are_said_to_be_different(capsys, target, tmp_path):
@@ -428,12 +399,6 @@ def test_a_drafter_agrees_less_where_it_reads_other_layers(monkeypatch: pytest.M
     own = (*prompt, *greedy(built, prompt, num_tokens))
     right, wrong = (agreement(drafter, target, [own], layers) for layers in (drafter.feature_layers, (5, 6, 7)))
     assert right > wrong + 0.1
-
-
-@pytest.mark.slow
-async def test_an_mtp_layer_that_the_target_does_not_have_is_refused():
-    with pytest.raises(runtime.ModelError):
-        await examine(runtime.DEMO_TARGET, "mtp")
 
 
 # --- ranks ----------------------------------------------------------------------------------------

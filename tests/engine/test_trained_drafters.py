@@ -15,7 +15,7 @@ from actors.trained.drafter_model import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
 from runtime.loading import model_reading, model_sources
 
-CONFIGS: list[tuple[dict[str, Any], str]] = [
+CONFIGS: list[tuple[dict[str, Any], str | None]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
     ({"model_type": "medusa"}, "Medusa"),
     ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "EAGLE-3"),
@@ -43,15 +43,20 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mlp_speculator"}, "MLP speculator"),
     ({"model_type": "llama", "hydra_num_heads": 4}, "Hydra"),
     ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-3"),
+    # Language models.
+    ({}, None),
+    ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, None),
+    ({"architectures": None, "model_type": 3}, None),
+    ({"architectures": [None, 1], "speculators_model_type": None}, None),
 ]
 
 
 @sweep(("config", "kind"), CONFIGS)
-def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> None:
+def test_a_trained_drafter_is_told_from_a_language_model(config: dict[str, Any], kind: str | None) -> None:
     assert kind_of(config) == kind
 
 
-@sweep(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in SUPPORTED])
+@sweep(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in (*SUPPORTED, None)])
 async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(runtime.ModelError) as refusal:
@@ -120,16 +125,3 @@ async def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatc
     with pytest.raises(runtime.ModelError, match=r"the Hugging Face hub it could not be fetched: .* no network$"):
         await open_and_close(runtime.DEMO_TARGET, draft="org/other")
     assert pauses == []
-
-
-@sweep(
-    "config",
-    [
-        {},
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-        {"architectures": None, "model_type": 3},
-        {"architectures": [None, 1], "speculators_model_type": None},
-    ],
-)
-def test_a_language_model_is_none(config: dict[str, Any]) -> None:
-    assert kind_of(config) is None

@@ -27,7 +27,7 @@ from protocol.session_state import Commit
 from protocol.trace import Event, Instant, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
-from runtime.tracing.trace_files import ChromeFile, ChromeTrace, Recorder, TimelineFile
+from runtime.tracing.trace_files import ChromeFile, ChromeTrace, TimelineFile
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="macOS has no disk that is always full")
 
@@ -248,17 +248,6 @@ def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
 # --- how a span and an instant come by their facts ------------------------------------------------
 
 
-async def test_a_span_names_the_round_that_it_was_for(autojump_clock):
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75))) as simulation:
-        await text_of(simulation, [5, 6, 7], max_tokens=30, lookahead=4)
-    verdicts = simulation.instants("verdict")
-    assert [span.round for span in simulation.spans("target", "verify", "decode")] == [v.round for v in verdicts]
-    assert {span.round for span in simulation.spans("target", "prefill", "open", "close")} == {None}
-    for draft in simulation.spans("draft", "draft"):
-        # The round that was running when it began.
-        assert draft.round == sum(verdict.at <= draft.began for verdict in verdicts)
-
-
 async def test_events_name_the_tokens_of_prompt_proposals_and_text(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75))) as simulation:
         text = await text_of(simulation, [5, 6, 7], max_tokens=30, lookahead=4)
@@ -403,11 +392,6 @@ def moments(count: int) -> list[Event]:
     return [Instant("draft", "miss", 0, float(i)) for i in range(count)]
 
 
-async def idle(recorder: Recorder) -> None:
-    while recorder._is_writing:
-        await trio.lowlevel.checkpoint()
-
-
 async def test_chunks_make_the_same_text_as_one_go(events, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 7)
     async with ChromeFile(tmp_path / "trace.json") as recorder:
@@ -457,25 +441,6 @@ async def test_a_hanging_disk_bounds_what_waits_and_says_what_is_lost(tmp_path, 
     assert [record.getMessage() for record in caplog.records] == [
         f"the trace in {tmp_path / 'trace.json'} lacks 30 events, which were too many for it"
     ]
-
-
-async def test_a_disk_that_fails_in_the_middle_is_not_asked_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
-    asked = []
-
-    class Failing(ChromeFile):
-        def _put(self, text: str) -> None:
-            asked.append(text)
-            raise OSError(5, "Input/output error")
-
-    async with Failing(tmp_path / "trace.json") as recorder:
-        for event in moments(100):
-            recorder(event)
-            await trio.lowlevel.checkpoint()
-        await idle(recorder)
-    assert len(asked) == 1
-    assert recorder._events == []
-    assert len(caplog.records) == 1
 
 
 class Disk:
