@@ -5,7 +5,6 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,67 +155,50 @@ def test_a_process_on_its_own_is_told_which_backends_it_has(capsys: pytest.Captu
 # --- models under examination ---------------------------------------------------------------------
 
 
-@sweep("build", [mamba, lambda: architectures.build("lfm2"), lambda: architectures.build("qwen3_next")])
-async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(build: Callable[[], nn.Module]) -> None:
+SHARED, IN_TURN = "share passes", "take turns, a pass for each, because "
+NO_PADDING = "this family's recurrent layers do not tell padding from text"
+HYBRID = {"ArraysCache": 1, "KVCache": 1}
+
+
+@sweep(
+    ("build", "kinds", "window", "rewind_mode", "streams"),
+    [
+        (llama, {"KVCache": 2}, None, RewindMode.TRIM, SHARED),
+        # The text at which passes are timed may or may not exceed the window.
+        (lambda: gemma3_text(window=16), {"SlidingWindowCache(16)": 3, "KVCache": 1}, 16, RewindMode.TRIM, SHARED),
+        (lambda: gemma3_text(window=128), {"SlidingWindowCache(128)": 3, "KVCache": 1}, 128, RewindMode.TRIM, SHARED),
+        (mamba, {"ArraysCache": 2}, None, RewindMode.CHECKPOINT, IN_TURN + NO_PADDING),
+        (lambda: architectures.build("lfm2"), HYBRID, None, RewindMode.CHECKPOINT, SHARED),
+        (lambda: architectures.build("qwen3_next"), HYBRID, None, RewindMode.CHECKPOINT, SHARED),
+        (
+            lambda: architectures.build("deepseek_v41"),  # of whose caches nothing is known
+            {"LayerCache": 3},
+            None,
+            RewindMode.SINGLE,
+            IN_TURN + "caches of the kind LayerCache hold one text",
+        ),
+    ],
+)
+async def test_caches_rewinds_and_shared_passes_are_those_of_the_model(build, kinds, window, rewind_mode, streams):
     model = build()
     diagnosis = await examine((model, None))
-    anatomy = diagnosis.target.anatomy
-    assert "ArraysCache" in anatomy.cache_kinds
+    anatomy, said = diagnosis.target.anatomy, rows(diagnosis, "target")
+    assert (anatomy.cache_kinds, anatomy.window, anatomy.rewind_mode) == (kinds, window, rewind_mode)
+    assert_measured(diagnosis.target.passes)
+    begins = {RewindMode.TRIM: "trim: ", RewindMode.CHECKPOINT: "checkpoint: ", RewindMode.SINGLE: "nothing (N=1): "}
+    assert said["rewinds by"].startswith(begins[rewind_mode])
+    assert said["several streams"] == streams
+    if window is not None:
+        assert anatomy.rewind_mode_beyond_window is RewindMode.TRIM
+        assert said[f"beyond {window} tokens"].startswith("trim: ")
+    assert ("a checkpoint keeps" in said) == (rewind_mode is RewindMode.CHECKPOINT)
+    if rewind_mode is RewindMode.CHECKPOINT:
+        assert said["a checkpoint keeps"] == f"{anatomy.checkpoint_bytes:,} bytes"
     if build is mamba:
-        assert anatomy.cache_kinds == {"ArraysCache": 2}
         # Per layer, the last inputs of a convolution and the state itself, both in float32.
         args = model.args
         state = args.intermediate_size * (args.conv_kernel - 1 + args.state_size)
         assert anatomy.checkpoint_bytes == args.num_hidden_layers * state * 4
-    assert anatomy.rewind_mode is RewindMode.CHECKPOINT
-    assert anatomy.window is None
-    assert anatomy.checkpoint_bytes > 0
-    assert_measured(diagnosis.target.passes)
-    said = rows(diagnosis, "target")
-    assert said["rewinds by"].startswith("checkpoint: ")
-    assert said["a checkpoint keeps"] == f"{anatomy.checkpoint_bytes:,} bytes"
-
-
-@sweep("window", [16, 128])
-async def test_a_model_with_a_sliding_window_is_trimmed_also_when_that_is_full(window: int) -> None:
-    diagnosis = await examine((gemma3_text(window=window), None))
-    anatomy = diagnosis.target.anatomy
-    assert anatomy.family == "gemma3_text"
-    assert anatomy.cache_kinds == {f"SlidingWindowCache({window})": 3, "KVCache": 1}
-    assert anatomy.rewind_mode is anatomy.rewind_mode_beyond_window is RewindMode.TRIM
-    assert anatomy.window == window
-    # The text at which passes are timed may or may not exceed the window.
-    assert_measured(diagnosis.target.passes)
-    said = rows(diagnosis, "target")
-    assert said["rewinds by"].startswith("trim: ")
-    assert said[f"beyond {window} tokens"].startswith("trim: ")
-    assert "a checkpoint keeps" not in said
-
-
-async def test_a_model_whose_caches_nothing_is_known_of() -> None:
-    diagnosis = await examine((architectures.build("deepseek_v41"), None))
-    assert diagnosis.target.anatomy.rewind_mode is RewindMode.SINGLE
-    assert_measured(diagnosis.target.passes)
-    said = rows(diagnosis, "target")
-    assert said["rewinds by"].startswith("nothing (N=1): ")
-    assert "a checkpoint keeps" not in said
-
-
-@sweep(
-    ("build", "said"),
-    [
-        (llama, "share passes"),
-        (lambda: gemma3_text(window=16), "share passes"),
-        (lambda: architectures.build("lfm2"), "share passes"),
-        (mamba, "take turns, a pass for each, because this family's recurrent layers do not tell padding from text"),
-        (
-            lambda: architectures.build("deepseek_v41"),
-            "take turns, a pass for each, because caches of the kind LayerCache hold one text",
-        ),
-    ],
-)
-async def test_whether_streams_share_passes_is_said_with_the_reason(build: Callable[[], nn.Module], said: str) -> None:
-    assert rows(await examine((build(), None)), "target")["several streams"] == said
 
 
 async def test_the_cost_of_width_is_the_same_figure_in_the_table_and_the_conclusion() -> None:
