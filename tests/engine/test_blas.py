@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from models import llama
+from models import llama, save
 from sweeps import sweep
 
 import runtime
@@ -227,8 +227,8 @@ def test_a_flag_too_late_or_against_the_environment_is_refused(copy, capfd):
 
 @pytest.mark.slow
 @linux
-def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
-    done = outrider("doctor", "demo", "--blas", copy, COLUMNS="200")
+def test_the_flag_is_heard_and_the_doctor_names_the_library(copy, tmp_path):
+    done = outrider("doctor", save(tmp_path / "model", llama()), "--blas", copy, COLUMNS="200")
     assert done.returncode == 0
     # The machine that runs the tests may be busy, which is said.
     assert all("the machine is busy" in line for line in done.stderr.splitlines())
