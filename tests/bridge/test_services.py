@@ -86,25 +86,6 @@ async def text_of(rt: runtime.Runtime, prompt: str, num_tokens: int) -> str:
     return (await rt.generate(prompt, max_tokens=num_tokens)).text
 
 
-async def test_the_service_answers_many_clients_each_with_its_own_text() -> None:
-    async with service(target(), max_streams=3) as (rt, connect):
-        wanted = {prompt: await text_of(rt, prompt, 12) for prompt in ("x = 1", "import os", "def f(x):", "class A:")}
-        heard: dict[str, Any] = {}
-
-        async def talk(prompt: str) -> None:
-            customer = await connect()
-            for _ in range(2):
-                await customer.asks(prompt=prompt, max_tokens=12)
-                text, end = await customer.hears_all()
-                assert end == {"end": "length"}
-                heard.setdefault(prompt, []).append(text)
-
-        async with trio.open_nursery() as nursery:
-            for prompt in wanted:
-                nursery.start_soon(talk, prompt)
-        assert heard == {prompt: [text, text] for prompt, text in wanted.items()}
-
-
 @sweep("way", ["hangs up", "cancels", "asks anew"])
 @sweep("stage", ["reading", "writing"])
 async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None:

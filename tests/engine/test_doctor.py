@@ -34,7 +34,7 @@ from protocol.errors import RankError
 from protocol.rank_messages import CloseTarget, Describe, Description, Loaded, RankMessage
 from runtime.cli import main as cli
 from runtime.doctor.agreement import BEGINNINGS, agreement, agreement_rows
-from runtime.doctor.ranks import examine_ranks, report_on_ranks, take_part_in_examination
+from runtime.doctor.ranks import examine_ranks, take_part_in_examination
 from runtime.doctor.report import Diagnosis, ExaminedModel, described_layers, examine, report
 from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, PassTime, medians, time_passes
 
@@ -393,20 +393,6 @@ def group(rank: int, *received: tuple[int, RankMessage]) -> Any:
         rank=rank, size=3, sent=sent, send=sent.append, receive=lambda: next(coming),
         connect_mlx=lambda: None, run=lambda name, call: call(), fail=RankError,
     )  # fmt: skip
-
-
-def test_the_report_names_backends_versions_and_ranks() -> None:
-    ranks, versions = ({"host": "first"}, {"host": "second"}), {"mlx": "1", "mlx-lm": "2"}
-    title, rows = report_on_ranks(ranks, ("ring", "mpi"), "ring", versions)
-    assert (title, dict(rows)) == (
-        "ranks",
-        {
-            "backends": "ring (in use), mpi; not in this MLX: nccl, jaccl",
-            "versions": "mlx 1, mlx-lm 2; the same on all",
-            "rank 0": "first",
-            "rank 1": "second",
-        },
-    )
 
 
 def test_descriptions_are_listed_by_rank_in_whatever_order_they_come() -> None:

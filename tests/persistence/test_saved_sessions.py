@@ -65,11 +65,18 @@ LLAMA = PAIRS["llama"]
 LAST_LOOK = 24
 
 
-async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1], **settings: Any) -> None:
-    async with pair.open() as rt:
-        conversation = rt.conversation(**GREEDY | settings)
-        for text in said:
-            await conversation.generate(text)
+@asynccontextmanager
+async def talking(pair: Pair = LLAMA, **options: Any) -> AsyncIterator[tuple[runtime.Runtime, runtime.Conversation]]:
+    """A runtime, and a conversation of one turn in it."""
+    async with pair.open(**options) as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        yield rt, conversation
+
+
+async def saved(path: Path, pair: Pair = LLAMA) -> None:
+    """Save such a conversation."""
+    async with talking(pair) as (_, conversation):
         await conversation.save(path)
 
 
@@ -120,9 +127,7 @@ async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: 
         if isinstance(event, runtime.Span) and event.actor == "draft" and event.kind == "prefill":
             read.append(event.num_tokens)
 
-    async with pair.open(trace=note) as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking(pair, trace=note) as (rt, conversation):
         await conversation.save(path)
         read.clear()
         await conversation.generate(SAID[1])
@@ -249,9 +254,7 @@ async def test_without_a_draft_model_its_cache_is_left_out(path, draft, caplog):
 
 async def test_a_draft_model_that_comes_later_reads_the_text_anew(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    async with LLAMA.open(drafted=False) as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking(drafted=False) as (_, conversation):
         await conversation.save(path)
         expected = await conversation.generate(SAID[1])
     found = await next_turn(path)
@@ -336,9 +339,7 @@ async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) 
 
 async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    async with LLAMA.open(prefix_cache_bytes=0) as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking(prefix_cache_bytes=0) as (rt, conversation):
         small = await conversation.save(path)
         expected = ids(await conversation.generate(SAID[1]))
         found = await (await rt.load(path)).generate(SAID[1])
@@ -366,9 +367,7 @@ async def test_files_are_written_and_read_beside_the_event_loop(tmp_path, monkey
             return real(*args)
 
         monkeypatch.setattr(session_file, name, slow)
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking() as (rt, conversation):
         for call in (conversation.save, rt.load):
             entered, go_on = trio.Event(), trio.Event()
             async with trio.open_nursery() as nursery:
@@ -600,9 +599,7 @@ async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str,
 @sweep("name", SAVING)
 async def test_a_conversation_is_saved_beside_a_drafter_that_hangs(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking() as (rt, conversation):
         async with hanging(monkeypatch, rt, name):
             await conversation.save(file := io.BytesIO())
         expected = ids(await conversation.generate(SAID[1]))
