@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -434,24 +434,6 @@ async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) ->
         resolve.reset_mock()
         assert len([token async for token in slow]) == 49
         assert resolve.call_count <= 2
-
-
-async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
-    async for token in rt.stream(PROMPT, **LONG):
-        yield token.id
-
-
-@on_asyncio
-async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() -> None:
-    async with opened() as rt:
-        tokens = tokens_of(rt)
-        assert await anext(tokens) == text(1)[0]
-        await tokens.aclose()
-        await until_in_asyncio(lambda: rt.num_streams == 0)
-        # A dropped async generator is closed by the loop.
-        async for _ in tokens_of(rt):
-            break
-        await until_in_asyncio(lambda: rt.num_streams == 0)
 
 
 # --- conversations --------------------------------------------------------------------------------

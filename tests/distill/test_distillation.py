@@ -1,7 +1,6 @@
 """From texts to a drafter's folder, as Speculators has it: gone on with after a cancellation, and used as a draft."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +133,6 @@ async def test_a_cancellation_comes_between_two_batches_of_held_out_text(three_h
     # What was learnt before is evaluated by the next run.
     (seen,) = await train(three_held_out, num_evaluations=1)
     assert seen.batches == 7
-
-
-async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOptions) -> None:
-    said: list[str] = []
-    options = attrs.evolve(three_held_out, continuations=12)
-    await distillation.distill(options, on_progress=said.append, on_evaluation=lambda _: None)
-    assert said[0] == "loading llama"
-    assert any(re.fullmatch(r"the target is writing: 4 windows left, about \d+\.\d min left", what) for what in said)
-    learning = [what for what in said if what.startswith("learning")]
-    assert learning[0] == "learning: batch 1, 1.0 min left"
-    expected = r"learning: batch 2, 16 tokens/s \(0\.06 million an hour\), loss \d\.\d{3}, 0\.9 min left"
-    assert re.fullmatch(expected, learning[1])
 
 
 async def test_a_batch_that_takes_long_is_learnt_in_parts(options, monkeypatch):
