@@ -45,7 +45,7 @@ NUM_TIMES = 3
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with nothing else to do, and a screen on which nothing is wrapped; passes are timed less often."""
     monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.9, 0.9))
     monkeypatch.setattr("runtime.terminal.display.LOG_INTERVAL_S", math.inf)  # no progress of a slow one
 
@@ -77,14 +77,13 @@ def assert_measured(passes: dict[int, PassTime]) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    found = doctor(capsys, "--target", "demo")
+def test_a_pair(capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path) -> None:
+    found = doctor(capsys, target, "--draft", save(tmp_path / "draft", llama(num_hidden_layers=1)))
     assert list(found) == ["target", "draft", "pair", "machine", "conclusion"]
-    for section, layers, symbol in (("target", 7, "T_v"), ("draft", 2, "T_d")):
+    for section, layers, symbol in (("target", 2, "T_v"), ("draft", 1, "T_d")):
         about = found[section]
         assert about["family"] == "llama"
-        assert "bfloat16" in about["weights"]
+        assert "float32" in about["weights"]
         assert about["caches"] == f"{layers} × KVCache"
         assert about["rewinds by"].startswith("trim")
         assert "a checkpoint keeps" not in about
@@ -93,7 +92,7 @@ def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
             assert about[name].startswith(f"{symbol}({width}) = ")
         assert about["each further token"].endswith(f"% of {symbol}(1)")
         assert re.fullmatch(r"held for \d+\.\d\d ms to build a pass, [\d,]+ µs a layer", about["Python's lock"])
-    assert found["pair"]["vocabularies"] == "the same, 4,096 tokens"
+    assert found["pair"]["vocabularies"] == f"the same, {VOCAB_SIZE} tokens"
     assert found["pair"]["cost ratio"].startswith("T_d(1) / T_v(1) = ")
     assert found["machine"]["device"] in ("cpu", "gpu")
 
