@@ -441,7 +441,7 @@ async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @partial(on_asyncio, uvloop=True)
 async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(tmp_path: Path) -> None:
-    async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+    async with runtime.aio.open(*chat_models.pair(template=None)) as rt:
         conversation = rt.conversation(max_tokens=3)
         await conversation.generate("def f(")
         for number in range(6):

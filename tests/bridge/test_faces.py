@@ -449,7 +449,7 @@ async def test_a_conversation_goes_on_as_in_trio_and_when_it_was_saved(open: Any
 @on_every_face
 async def test_what_cannot_be_saved_or_loaded_is_said(open: Any, tmp_path: Path) -> None:
     path = tmp_path / "session"
-    async with within(open(runtime.DEMO_TARGET)) as rt:
+    async with talking(open) as rt:
         conversation = rt.conversation("Be kind.", max_tokens=5)
         for where in (None, 3, "", b"session", ["a"]):
             for use in (conversation.save, rt.load):

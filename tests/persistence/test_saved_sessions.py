@@ -29,7 +29,7 @@ from runtime.persistence import saved_session, session_file
 
 LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
 SAID = ("The cat sat on the mat.", " And then?", " What else did it do all day?")
-GREEDY: dict[str, Any] = {"max_tokens": 20, "logit_bias": QUIET, "lookahead": 3}
+GREEDY: dict[str, Any] = {"max_tokens": 12, "logit_bias": QUIET, "lookahead": 3}
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "seed": 11}
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 import pytest
 import trio
 from command_line import ran
 from completions import open_and_close
-from models import greedy, llama, prompt_of
+from greedy_pair import drafter, target
+from models import greedy, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, priced, run, simulated, text_of, truthful
 from sweeps import sweep
 
@@ -33,16 +33,6 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="macO
 
 Entry = dict[str, Any]
 TARGET, DRAFT, FIRST_STREAM = 1, 2, 16
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
-
-
-@functools.cache
-def drafter() -> nn.Module:
-    return llama(seed=1)
 
 
 def written(events: Iterable[Event]) -> str:
