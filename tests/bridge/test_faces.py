@@ -70,17 +70,6 @@ async def test_streams_and_completions_are_what_they_are_in_trio(open: Any) -> N
 
 
 @on_every_face
-async def test_tokens_are_counted_as_they_are_taken(open: Any) -> None:
-    async with opened(open) as rt:
-        for num_tokens in (1, 4, 9):
-            async with within(rt.stream(PROMPT, **LONG)) as stream:
-                assert stream.statistics().generated_tokens == 0
-                assert [(await next_of(stream)).id for _ in range(num_tokens)] == text(12)[:num_tokens]
-            assert stream.statistics().generated_tokens == num_tokens
-            assert stream.finish_reason is None
-
-
-@on_every_face
 async def test_a_prompt_that_was_read_before_is_not_read_again(open: Any) -> None:
     async with talking(open) as rt:
         messages, tokens = [{"role": "user", "content": "w1 w2"}], tuple(prompt_of(30))

@@ -424,32 +424,6 @@ async def test_a_hanging_disk_bounds_what_waits_and_says_what_is_lost(tmp_path, 
     ]
 
 
-class Disk:
-    """A file that fails at the `at`-th call of a method, and at all later ones."""
-
-    def __init__(self, file: Any, call: str, at: int, error: OSError) -> None:
-        self._file = file
-        self._call = call
-        self._calls_left = at
-        self._error = error
-        self.is_closed = False
-
-    def write(self, text: str) -> None:
-        self._fail_if_told("write")
-        self._file.write(text)
-
-    def close(self) -> None:
-        self.is_closed = True
-        self._file.close()
-        self._fail_if_told("close")
-
-    def _fail_if_told(self, call: str) -> None:
-        if call == self._call:
-            self._calls_left -= 1
-            if self._calls_left <= 0:
-                raise self._error
-
-
 @pytest.mark.slow
 @sweep("kind", [ChromeFile, TimelineFile])
 @sweep(
@@ -464,12 +438,20 @@ async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
     kind: Any, call: str, at: int, error: OSError, reason: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
-    disks: list[Disk] = []
 
     class Failing(kind):
-        def _open(self) -> Any:
-            disks.append(Disk(super()._open(), call, at, error))
-            return disks[0]
+        num_writes = 0
+
+        def _put(self, text: str) -> None:
+            self.num_writes += 1
+            if call == "write" and self.num_writes >= at:
+                raise error
+            super()._put(text)
+
+        async def _close(self) -> None:
+            await super()._close()
+            if call == "close":
+                raise error
 
     models = target(), drafter()
     async with Failing(tmp_path / "trace") as recorder:
@@ -480,7 +462,7 @@ async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
     is_met = at == 1 or kind is ChromeFile
     expected = [f"the trace in {tmp_path / 'trace'} is not whole: {reason}"] if is_met else []
     assert [record.getMessage() for record in caplog.records] == expected
-    assert disks[0].is_closed
+    assert recorder._file.closed
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
