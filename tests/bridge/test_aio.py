@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
@@ -46,27 +47,12 @@ async def turns(number: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-class Trace:
-    """A trace function that collects all events; called in the trio thread."""
+PASSES = ("prefill", "verify", "decode")
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
 
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-
-    def count(self, kind: str, session: int, actor: str = "target") -> int:
-        return len([e for e in list(self.events) if (e.actor, e.kind, e.session) == (actor, kind, session)])
-
-    def passes(self, session: int) -> int:
-        """Number of the target's forward passes for a session."""
-        return sum(self.count(kind, session) for kind in ("prefill", "verify", "decode"))
-
-    def is_put_away(self) -> bool:
-        """Whether every cache that was opened was closed."""
-        spans = [event for event in list(self.events) if isinstance(event, Span)]
-        ours = [[(s.actor, s.session) for s in spans if s.kind == kind] for kind in ("open", "close")]
-        return sorted(ours[0]) == sorted(ours[1])
+def count(events: list[Event], session: int, *kinds: str) -> int:
+    """Number of the target's events of some kinds for a session; trio's thread adds others meanwhile."""
+    return len([e for e in list(events) if (e.actor, e.session) == ("target", session) and e.kind in kinds])
 
 
 # --- which loop -----------------------------------------------------------------------------------
@@ -169,8 +155,8 @@ WAYS = [by_cancelling_the_task, by_cancelling_a_completion, by_timeout, by_an_an
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 @partial(on_asyncio, uvloop=True)
 async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(when: str) -> None:
-    trace, held = Trace(), BlockingModel(target())
-    async with opened(held, trace=trace, prefix_cache_bytes=0) as rt:
+    events, held = list[Event](), BlockingModel(target())
+    async with opened(held, trace=events.append, prefix_cache_bytes=0) as rt:
         for number, way in enumerate(WAYS):
             session = 2 * number  # behind each comes the next text
             with released_on_exit(held):
@@ -178,13 +164,17 @@ async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(
                 held.block(after=1 if when == "prefill" else 6)
                 await way(rt, held.blocked_in_asyncio())
                 # The consumer has returned while the forward pass still blocks.
-                assert trace.count("close", session) == 0, way
-                before = trace.passes(session)
+                assert count(events, session, "close") == 0, way
+                before = count(events, session, *PASSES)
                 held.release()
                 await the_next_text_is_right(rt)
                 await until_in_asyncio(lambda: rt.num_streams == 0)
-                assert trace.passes(session) <= before + 1, way
-    assert trace.is_put_away()
+                assert count(events, session, *PASSES) <= before + 1, way
+    # Every cache that was opened was closed.
+    opens, closes = (
+        Counter(e.actor for e in events if e.kind == kind and isinstance(e, Span)) for kind in ("open", "close")
+    )
+    assert opens == closes
 
 
 @partial(on_asyncio, uvloop=True)
@@ -402,19 +392,19 @@ async def test_the_loop_goes_round_while_a_model_is_at_work(after: int) -> None:
 
 @on_asyncio
 async def test_a_slow_consumer_slows_the_models() -> None:
-    trace = Trace()
-    async with opened(trace=trace) as rt:
+    events: list[Event] = []
+    async with opened(trace=events.append) as rt:
         slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
         assert (await anext(slow)).id == text(1)[0]
         for num_read in (1, 3):
             # Each round of the slow stream can alternate with a round of the other.
             await rt.generate(PROMPT, max_tokens=60, lookahead=0)
-            buffered = trace.count("verdict", 0) - num_read
+            buffered = count(events, 0, "verdict") - num_read
             # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
             assert 16 <= buffered <= 34
-            rounds = trace.count("verdict", 0)
+            rounds = count(events, 0, "verdict")
             await rt.generate(PROMPT, max_tokens=60, lookahead=0)
-            assert trace.count("verdict", 0) == rounds
+            assert count(events, 0, "verdict") == rounds
             assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
 
 

@@ -277,10 +277,6 @@ class Counting(models.Wrapped):
         super().__init__(model)
         self._passes: list[tuple[int, int]] = []
 
-    @property
-    def passes(self) -> list[tuple[int, int]]:
-        return self._passes
-
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         offset = cache[0].offset if isinstance(cache[0].offset, int) else -1  # of several rows
         self._passes.append((offset, inputs.shape[1]))
@@ -291,7 +287,7 @@ async def test_every_width_is_fed_equally_often_and_in_turn_after_the_same_text(
     model = Counting(llama())
     await examine((model, None))
     # Before come the passes that find out what the model is.
-    fed, num_turns = tuple(model.passes), 0
+    fed, num_turns = tuple(model._passes), 0
     while sorted(fed[: len(fed) - num_turns * len(WIDTHS)][-len(WIDTHS) :]) == [(CONTEXT_TOKENS, n) for n in WIDTHS]:
         num_turns += 1
     assert num_turns == 1 + NUM_TIMES  # one to warm up
