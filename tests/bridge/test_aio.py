@@ -171,9 +171,8 @@ async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(
                 await until_in_asyncio(lambda: rt.num_streams == 0)
                 assert count(events, session, *PASSES) <= before + 1, way
     # Every cache that was opened was closed.
-    opens, closes = (
-        Counter(e.actor for e in events if e.kind == kind and isinstance(e, Span)) for kind in ("open", "close")
-    )
+    spans = [event for event in events if isinstance(event, Span)]
+    opens, closes = (Counter((s.actor, s.session) for s in spans if s.kind == kind) for kind in ("open", "close"))
     assert opens == closes
 
 
