@@ -54,6 +54,15 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return said
 
 
+def snapshot(cache: Path, name: str) -> Path:
+    """The folder of a model in Hugging Face's cache, which is to be made."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    for folder in ("refs", "snapshots"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    return repository / "snapshots" / ("a" * 40)
+
+
 def large() -> Any:
     return llama(hidden_size=256)
 
@@ -86,11 +95,7 @@ async def test_the_drafter_trained_for_the_demo_target_is_taken(lines: list[str]
 
 
 async def test_a_model_in_the_cache_is_taken_and_nobody_asks_the_network(target, cache, lines, monkeypatch):
-    repository = cache / "models--org--small"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
-    (repository / "snapshots").mkdir()
-    save(repository / "snapshots" / ("a" * 40), llama())
+    save(snapshot(cache, "org/small"), llama())
 
     def connect(*_: Any) -> None:
         raise AssertionError("the network was asked")
@@ -257,10 +262,7 @@ def model(where: Path, num_bytes: int, *, word: str = "w", **config: Any) -> Pat
 
 def cached(cache: Path, name: str, num_bytes: int, **config: Any) -> Path:
     """A model in Hugging Face's cache."""
-    repository = cache / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
-    return model(repository / "snapshots" / ("a" * 40), num_bytes, **config)
+    return model(snapshot(cache, name), num_bytes, **config)
 
 
 def named(target: str | Path, cache: Path) -> list[str]:

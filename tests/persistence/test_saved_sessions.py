@@ -1,6 +1,7 @@
 """Saved conversations: a loaded conversation continues as if it had never been in a file, or there is a clear error."""
 
 import io
+import itertools
 import logging
 import os
 import shutil
@@ -379,31 +380,26 @@ async def test_files_are_written_and_read_beside_the_event_loop(tmp_path, monkey
 
 def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel `scope` at the `step`-th point of a save or load: jobs of a model, calls in a thread, checks in it."""
-    count = -1
+    steps, check = itertools.count(), trio.from_thread.check_cancelled
 
-    def count_up() -> None:
-        nonlocal count
-        count += 1
-        if count == step:
+    def count() -> None:
+        if next(steps) == step:
             scope.cancel()
 
-    run, run_sync, check = saved_sequence._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            count()
+            return await function(*args)
 
-    async def noted_run(*args: Any) -> Any:
-        count_up()
-        return await run(*args)
+        return call
 
-    async def noted_run_sync(*args: Any) -> Any:
-        count_up()
-        return await run_sync(*args)
-
-    def noted_check() -> None:
-        trio.from_thread.run_sync(count_up)
+    def counted_check() -> None:
+        trio.from_thread.run_sync(count)
         check()
 
-    monkeypatch.setattr(saved_sequence, "_run", noted_run)
-    monkeypatch.setattr(trio.to_thread, "run_sync", noted_run_sync)
-    monkeypatch.setattr(trio.from_thread, "check_cancelled", noted_check)
+    monkeypatch.setattr(saved_sequence, "_run", counted(saved_sequence._run))
+    monkeypatch.setattr(trio.to_thread, "run_sync", counted(trio.to_thread.run_sync))
+    monkeypatch.setattr(trio.from_thread, "check_cancelled", counted_check)
 
 
 # The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing
