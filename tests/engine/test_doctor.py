@@ -336,7 +336,7 @@ def test_a_slow_target_is_not_made_to_write_for_minutes():
 @pytest.mark.slow
 async def test_the_bundled_trained_drafter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("runtime.doctor.report.BEGINNINGS", BEGINNINGS[:1])
-    monkeypatch.setattr("runtime.doctor.agreement.NUM_TOKENS", 40)
+    monkeypatch.setattr("runtime.doctor.agreement.NUM_TOKENS", 30)
     monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", 2)
     diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
     found = diagnosis.draft
