@@ -316,13 +316,13 @@ async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: A
     prompts = [prompt_of(5 + n, seed=n, vocab_size=60) for n in range(4)]
     model = make()
     async with runtime.open((model, None), "ngram", memory_limit=None) as rt:
-        expected = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+        expected = await rt.generate_many(prompts, max_tokens=70, lookahead=lookahead)
         size, weights = rt._target.model.cache_size, rt.memory.models
     # Room for all as they begin, and for two and a half in the end; some slots of each are to spare.
     limit = weights + size.of([TextSize(45, 45, 2)] * 4) + size.of([TextSize(45, 45, 2)]) // 8
     async with runtime.open((model, None), "ngram", memory_limit=limit) as rt:
         with mock.patch.object(rt._target, "_emptied", wraps=rt._target._emptied) as emptied:
-            found = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+            found = await rt.generate_many(prompts, max_tokens=70, lookahead=lookahead)
         assert emptied.called
     assert [ids(each.tokens) for each in found] == [ids(each.tokens) for each in expected]
 
