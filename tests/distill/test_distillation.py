@@ -79,13 +79,6 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
         assert stream.statistics().proposed > 0
 
 
-async def test_a_cancelled_training_goes_on_where_it_was(options: DistillOptions) -> None:
-    await train(options, num_evaluations=1)
-    assert any((options.out / "training" / "states").iterdir())
-    (seen,) = await train(options, num_evaluations=1)
-    assert seen.batches == 12
-
-
 class Clock:
     """A clock by which each batch, learnt or drafted for, takes a second."""
 
@@ -181,11 +174,12 @@ async def test_an_output_folder_that_cannot_be_made_is_named(options: DistillOpt
         await train(attrs.evolve(options, out=options.data[0] / "drafter"), num_evaluations=1)
 
 
-async def test_a_full_disk_leaves_what_was_saved_before(options, monkeypatch):
+async def test_a_full_disk_leaves_what_was_saved_before_and_training_goes_on_there(options, monkeypatch):
     def files() -> list[Path]:
         return [file for file in options.out.rglob("*") if file.is_file() and file.parent.name != "states"]
 
     await train(options, num_evaluations=1)
+    assert any((options.out / "training" / "states").iterdir())
     saved = {file: file.read_bytes() for file in files()}
 
     def full(file: str, *_: Any) -> None:
