@@ -63,10 +63,8 @@ async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) 
 
     Cancellation: shielded; other tasks run at the checkpoints.
     """
-    if tokenizer is None:
-        return await _texts(events, _Ids())
     try:
-        return await _texts(events, tokenizer)
+        return await _texts(events, _Ids() if tokenizer is None else tokenizer)
     except Exception:
         # A tokenizer may raise anything, and the page is useful without it.
         logger.exception("the tokenizer failed; the timeline shows token ids instead of texts")

@@ -160,9 +160,9 @@ class Recorder(ABC):
         """Whether enough events have come to write some now."""
         return False
 
-    @abstractmethod
     async def _write_waiting(self) -> None:
         """Write the events so far, if this file is written piece by piece."""
+        return
 
     @abstractmethod
     async def _write_end(self) -> None:
@@ -346,9 +346,6 @@ class TimelineFile(Recorder):
     def __init__(self, path: TracePath) -> None:
         super().__init__(path)
         self.tokenizer: TokenizerWrapper | None = None
-
-    async def _write_waiting(self) -> None:
-        return
 
     async def _write_end(self) -> None:
         # Not on a thread: another runtime may use the same tokenizer, and two threads must not use it at once.

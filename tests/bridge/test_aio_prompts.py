@@ -60,24 +60,6 @@ async def test_prompts_are_taken_from_an_async_iterable_in_its_loop_as_there_is_
             await rt.generate_many(prompts(2, ZeroDivisionError()), on_error="return", max_tokens=2)
 
 
-@on_asyncio
-async def test_a_wait_for_the_next_prompt_is_cancelled_with_the_generations() -> None:
-    ended = asyncio.Event()
-
-    async def prompts() -> AsyncIterator[tuple[int, ...]]:
-        yield PROMPT
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            ended.set()
-
-    async with opened() as rt:
-        async with rt.generate_many(prompts(), max_tokens=2) as many:
-            assert ids((await anext(many))[1]) == text(2)
-        await ended.wait()
-        await the_next_text_is_right(rt)
-
-
 async def in_a_timeout() -> AsyncIterator[tuple[int, ...]]:
     async with asyncio.timeout(600):
         for prompt in PROMPTS:

@@ -9,7 +9,6 @@ from typing import Any
 
 import fastapi_app
 import httpx
-import pytest
 import trio
 import trio.lowlevel
 import trio_service
@@ -84,25 +83,6 @@ async def service(of: Any, **options: Any) -> AsyncIterator[tuple[runtime.Runtim
 
 async def text_of(rt: runtime.Runtime, prompt: str, num_tokens: int) -> str:
     return (await rt.generate(prompt, max_tokens=num_tokens)).text
-
-
-async def test_the_service_answers_many_clients_each_with_its_own_text() -> None:
-    async with service(target(), max_streams=3) as (rt, connect):
-        wanted = {prompt: await text_of(rt, prompt, 12) for prompt in ("x = 1", "import os", "def f(x):", "class A:")}
-        heard: dict[str, Any] = {}
-
-        async def talk(prompt: str) -> None:
-            customer = await connect()
-            for _ in range(2):
-                await customer.asks(prompt=prompt, max_tokens=12)
-                text, end = await customer.hears_all()
-                assert end == {"end": "length"}
-                heard.setdefault(prompt, []).append(text)
-
-        async with trio.open_nursery() as nursery:
-            for prompt in wanted:
-                nursery.start_soon(talk, prompt)
-        assert heard == {prompt: [text, text] for prompt, text in wanted.items()}
 
 
 @sweep("way", ["hangs up", "cancels", "asks anew"])
@@ -237,10 +217,9 @@ async def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, sta
             assert (status, json.loads(body)["num_tokens"]) == (200, 4)
 
 
-@pytest.mark.parametrize("path", ["/generate", "/stream"])
 @on_asyncio
-async def test_what_fails_before_the_first_token_has_a_status(path: str) -> None:
-    failing = Failing(target())
+async def test_what_fails_before_the_first_token_has_a_status() -> None:
+    failing, paths = Failing(target()), ("/generate", "/stream")
     async with served(failing) as (_, port):
         for body, wanted, complaint in [
             ({"prompt": "x", "temperature": -1}, 422, "temperature"),
@@ -252,9 +231,10 @@ async def test_what_fails_before_the_first_token_has_a_status(path: str) -> None
             ({"prompt": ""}, 400, "empty"),
             ({"prompt": [{"role": "user", "content": "x"}]}, 400, "chat template"),
         ]:
-            status, said = await answered(port, path, **body)
-            assert (status, complaint in json.loads(said)["error"]) == (wanted, True)
+            for path in paths:
+                status, said = await answered(port, path, **body)
+                assert (path, status, complaint in json.loads(said)["error"]) == (path, wanted, True)
         failing.fails = True
-        for _ in range(2):
+        for path in paths * 2:
             status, said = await answered(port, path, prompt="x = 1")
-            assert (status, "out of memory" in json.loads(said)["error"]) == (503, True)
+            assert (path, status, "out of memory" in json.loads(said)["error"]) == (path, 503, True)

@@ -1,7 +1,6 @@
 """From texts to a drafter's folder, as Speculators has it: gone on with after a cancellation, and used as a draft."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +79,6 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
         assert stream.statistics().proposed > 0
 
 
-async def test_a_cancelled_training_goes_on_where_it_was(options: DistillOptions) -> None:
-    await train(options, num_evaluations=1)
-    assert any((options.out / "training" / "states").iterdir())
-    (seen,) = await train(options, num_evaluations=1)
-    assert seen.batches == 12
-
-
 class Clock:
     """A clock by which each batch, learnt or drafted for, takes a second."""
 
@@ -136,18 +128,6 @@ async def test_a_cancellation_comes_between_two_batches_of_held_out_text(three_h
     assert seen.batches == 7
 
 
-async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOptions) -> None:
-    said: list[str] = []
-    options = attrs.evolve(three_held_out, continuations=12)
-    await distillation.distill(options, on_progress=said.append, on_evaluation=lambda _: None)
-    assert said[0] == "loading llama"
-    assert any(re.fullmatch(r"the target is writing: 4 windows left, about \d+\.\d min left", what) for what in said)
-    learning = [what for what in said if what.startswith("learning")]
-    assert learning[0] == "learning: batch 1, 1.0 min left"
-    expected = r"learning: batch 2, 16 tokens/s \(0\.06 million an hour\), loss \d\.\d{3}, 0\.9 min left"
-    assert re.fullmatch(expected, learning[1])
-
-
 async def test_a_batch_that_takes_long_is_learnt_in_parts(options, monkeypatch):
     clock, said = Clock(), list[str]()
     monkeypatch.setattr(training, "time", clock)  # a part takes a second
@@ -194,11 +174,12 @@ async def test_an_output_folder_that_cannot_be_made_is_named(options: DistillOpt
         await train(attrs.evolve(options, out=options.data[0] / "drafter"), num_evaluations=1)
 
 
-async def test_a_full_disk_leaves_what_was_saved_before(options, monkeypatch):
+async def test_a_full_disk_leaves_what_was_saved_before_and_training_goes_on_there(options, monkeypatch):
     def files() -> list[Path]:
         return [file for file in options.out.rglob("*") if file.is_file() and file.parent.name != "states"]
 
     await train(options, num_evaluations=1)
+    assert any((options.out / "training" / "states").iterdir())
     saved = {file: file.read_bytes() for file in files()}
 
     def full(file: str, *_: Any) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from huggingface_hub import scan_cache_dir
 from models import greedy, llama, prompt_of, save
@@ -55,6 +54,15 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return said
 
 
+def snapshot(cache: Path, name: str) -> Path:
+    """The folder of a model in Hugging Face's cache, which is to be made."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    for folder in ("refs", "snapshots"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    return repository / "snapshots" / ("a" * 40)
+
+
 def large() -> Any:
     return llama(hidden_size=256)
 
@@ -87,11 +95,7 @@ async def test_the_drafter_trained_for_the_demo_target_is_taken(lines: list[str]
 
 
 async def test_a_model_in_the_cache_is_taken_and_nobody_asks_the_network(target, cache, lines, monkeypatch):
-    repository = cache / "models--org--small"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
-    (repository / "snapshots").mkdir()
-    save(repository / "snapshots" / ("a" * 40), llama())
+    save(snapshot(cache, "org/small"), llama())
 
     def connect(*_: Any) -> None:
         raise AssertionError("the network was asked")
@@ -258,39 +262,53 @@ def model(where: Path, num_bytes: int, *, word: str = "w", **config: Any) -> Pat
 
 def cached(cache: Path, name: str, num_bytes: int, **config: Any) -> Path:
     """A model in Hugging Face's cache."""
-    repository = cache / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
-    return model(repository / "snapshots" / ("a" * 40), num_bytes, **config)
+    return model(snapshot(cache, name), num_bytes, **config)
 
 
 def named(target: str | Path, cache: Path) -> list[str]:
     return [suggestion.model for suggestion in runtime.suggest_draft(target, cache_dir=cache)]
 
 
-def test_models_on_the_disk_come_first_and_the_smallest_of_them_first(cache: Path) -> None:
-    cached(cache, "org/large", 3000)
-    cached(cache, "org/small", 900)
-    cached(cache, "org/smaller", 300)
-    found = runtime.suggest_draft("org/large", cache_dir=cache)
-    assert [(each.model, each.num_bytes) for each in found] == [("org/smaller", 300), ("org/small", 900)]
-    assert all(each.is_on_disk and each.is_checked for each in found)
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        found[0].model = "another"
-
-
-def test_what_does_not_fit_is_not_proposed(cache: Path) -> None:
-    cached(cache, "org/large", 3000)
+def test_trained_drafters_are_proposed_first_then_models_by_size_and_those_on_the_hub_last(cache, monkeypatch):
+    # A family of small models of which one is larger than the target allows.
+    (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
+    sized = zip(family["models"].items(), (0, 9), strict=True)
+    tiny = {name: facts | {"megabytes": size} for (name, facts), size in sized}
+    tables = {"small_models": [family | {"models": tiny}], "known_drafters": drafters._table("known_drafters")}
+    monkeypatch.setattr(drafters, "_table", tables.__getitem__)
+    cached(cache, "Qwen/Qwen3-8B", 3000, hidden_size=64)
+    layer = {"hidden_size": 64, "vocab_size": 151_936}
+    assistant = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
+    for name in ("org/another", "z-lab/Qwen3-8B-DFlash-b16"):  # the latter is known
+        cached(cache, name, 5000, architectures=["DFlashDraftModel"], transformer_layer_config=layer)
+    cached(cache, "org/layer", 200, model_type="qwen3_5_mtp", text_config=layer)
+    cached(cache, "org/reader", 200, text_config=layer | {"hidden_size": 16}, **assistant)
+    cached(cache, "org/small", 900, hidden_size=32)
+    cached(cache, "org/smaller", 300, hidden_size=32)
+    # What does not fit, or cannot be read.
     cached(cache, "org/as-large", 2000)
     cached(cache, "org/other-words", 300, word="v")
-    cached(cache, "org/trained", 300, speculators_model_type="eagle3")
-    no_weights = cached(cache, "org/no-weights", 300)
-    (no_weights / "model.safetensors").unlink()
-    no_tokenizer = cached(cache, "org/no-tokenizer", 300)
-    (no_tokenizer / "tokenizer.json").write_text("{")
-    no_config = cached(cache, "org/no-config", 300)
-    (no_config / "config.json").write_text("[]")
-    assert named("org/large", cache) == []
+    cached(cache, "org/shapeless", 300, speculators_model_type="eagle3")
+    cached(cache, "org/wide", 300, speculators_model_type="eagle3", hidden_size=96)
+    cached(cache, "org/other", 300, speculators_model_type="hydra", hidden_size=64)
+    (cached(cache, "org/no-weights", 300) / "model.safetensors").unlink()
+    (cached(cache, "org/no-tokenizer", 300) / "tokenizer.json").write_text("{")
+    (cached(cache, "org/no-config", 300) / "config.json").write_text("[]")
+    found = runtime.suggest_draft("Qwen/Qwen3-8B", cache_dir=cache)
+    assert [(each.model, each.kind, each.is_on_disk, each.is_checked) for each in found] == [
+        ("z-lab/Qwen3-8B-DFlash-b16", "DFlash", True, False),
+        ("org/another", "DFlash", True, False),
+        ("org/layer", "MTP", True, False),
+        ("org/reader", "Gemma 4's assistant", True, False),
+        ("org/smaller", None, True, True),
+        ("org/small", None, True, True),
+        ("RedHatAI/Qwen3-8B-speculator.dflash", "DFlash", False, False),
+        ("RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", False, False),
+        (min(tiny), None, False, False),
+    ]
+    assert [each.num_bytes for each in found[4:6]] == [300, 900]
+    for place, said in ((0, "on this disk, DFlash"), (5, "on this disk"), (-1, "from the hub")):
+        assert said in found[place].described
 
 
 OF_28_LAYERS = {"num_hidden_layers": 28, "hidden_size": 1024}
@@ -322,26 +340,6 @@ def test_the_bundled_drafter_is_found_for_copies_of_its_target(tmp_path: Path, c
     assert named(wider, cache) == []
 
 
-def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Path) -> None:
-    cached(cache, "org/large", 3000, hidden_size=64)
-    cached(cache, "org/small", 300, hidden_size=32)
-    layer = {"hidden_size": 64, "vocab_size": 151_936}
-    cached(cache, "org/trained", 5000, speculators_model_type="eagle3", transformer_layer_config=layer)
-    cached(cache, "org/layer", 200, model_type="qwen3_5_mtp", text_config=layer)
-    assistant = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
-    cached(cache, "org/reader", 200, text_config=layer | {"hidden_size": 16}, **assistant)
-    cached(cache, "org/wide", 300, speculators_model_type="eagle3", hidden_size=96)
-    cached(cache, "org/other", 300, speculators_model_type="hydra", hidden_size=64)
-    found = runtime.suggest_draft("org/large", cache_dir=cache)
-    assert [(each.model, each.kind) for each in found] == [
-        ("org/layer", "MTP"),
-        ("org/reader", "Gemma 4's assistant"),
-        ("org/trained", "EAGLE-3"),
-        ("org/small", None),
-    ]
-    assert "on this disk, EAGLE-3" in found[2].described
-
-
 def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(cache: Path) -> None:
     snapshot = cached(cache, "mlx-community/Qwen3.5-4B-4bit", 10)
     cached(cache, "org/Qwen3.5-4B-Something", 10)
@@ -354,14 +352,6 @@ def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(c
     assert named("org/Qwen3.5-4B-Something", cache) == []
 
 
-def test_of_trained_drafters_on_the_disk_those_known_for_the_target_come_first(cache: Path) -> None:
-    cached(cache, "Qwen/Qwen3-8B", 3000, hidden_size=64)
-    layer = {"hidden_size": 64, "vocab_size": 151_936}
-    for name in ("org/another", "z-lab/Qwen3-8B-DFlash-b16"):
-        cached(cache, name, 300, architectures=["DFlashDraftModel"], transformer_layer_config=layer)
-    assert named("Qwen/Qwen3-8B", cache)[:2] == ["z-lab/Qwen3-8B-DFlash-b16", "org/another"]
-
-
 def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
     target = model(tmp_path / "models" / "large", 3000)
     beside = model(tmp_path / "models" / "small", 300)
@@ -369,23 +359,6 @@ def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
     (half / "model-00002.safetensors").symlink_to(half / "gone")
     (no_cache := tmp_path / "file").write_text("")
     assert named(target, no_cache) == [str(half), str(beside)]
-
-
-def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A table of models that are small enough for a test.
-    (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
-    sized = zip(family["models"].items(), (0, 9), strict=True)
-    tiny = {name: facts | {"megabytes": size} for (name, facts), size in sized}
-    monkeypatch.setattr(drafters, "_table", lambda name: [family | {"models": tiny}] * (name == "small_models"))
-    cached(cache, "org/large", 3000)
-    cached(cache, "org/small", 300)
-    found = runtime.suggest_draft("org/large", cache_dir=cache)
-    assert [(each.model, each.is_on_disk, each.is_checked) for each in found] == [
-        ("org/small", True, True),
-        (min(tiny), False, False),  # the other is larger than the target allows
-    ]
-    assert "on this disk" in found[0].described
-    assert "from the hub" in found[1].described
 
 
 @pytest.mark.parametrize(
@@ -402,7 +375,3 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
 def test_a_target_that_is_not_there_is_refused(target: Any, error: type, complaint: str, cache: Path) -> None:
     with pytest.raises(error, match=complaint):
         runtime.suggest_draft(target, cache_dir=cache)
-
-
-def test_the_demo_drafters_are_found_beside_the_demo_target(cache: Path) -> None:
-    assert named(runtime.DEMO_TARGET, cache) == [str(runtime.DEMO_TRAINED_DRAFT), str(runtime.DEMO_DRAFT)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sweeps import sweep
 
 from runtime.doctor.conclusion import Findings, conclude
 
@@ -65,49 +66,39 @@ def test_a_pair_that_needs_to_be_right_is_told_of_the_high_acceptance_alone() ->
     assert "0.7" not in said.partition(", and")[0]
 
 
-def test_where_width_is_dear_for_want_of_a_blas_another_is_to_be_tried() -> None:
-    found = findings(slope=0.9, blas="reference BLAS (libblas.so.3)")
-    assert conclude(found) == [
-        ("try", "--blas openblas: each further token of a pass costs 90% of the first, with the reference BLAS"),
-        ("in short", "do not use this draft: plain decoding is about as fast even at an acceptance of 0.95"),
-    ]
-    cheaper = conclude(findings(slope=0.4, draft=0.02, blas="reference BLAS (libblas.so.3)"))
-    assert cheaper[-1][1].startswith('use it with lookahead "auto" and --blas openblas: about')
+REFERENCE = "reference BLAS (libblas.so.3)"
+DEAR = "each further token of a pass costs 90% of the first"
+NGRAM = "try: --draft ngram, for texts that repeat themselves; needs no model"
+NO_DRAFT = "in short: do not use this draft: plain decoding is about as fast even at an acceptance of 0.95"
+OTHER_VOCABULARY = "in short: do not use this pair, which does not share a vocabulary; examine --draft a"
+# Findings without a BLAS that would change anything.
+NO_BETTER_BLAS: list[dict[str, Any]] = [{"blas": REFERENCE, "dtypes": ("bfloat16",)}, {"blas": None}, {}]
 
 
-@pytest.mark.parametrize("changes", [{"dtypes": ("bfloat16",)}, {"blas": None}, {}])
-def test_no_blas_is_proposed_that_would_change_nothing(changes: dict[str, Any]) -> None:
-    rows = dict(conclude(findings(slope=0.9, **{"blas": "OpenBLAS (libopenblas.so.0)"} | changes)))
-    assert "try" not in rows
-    assert rows["note"].startswith("each further token of a pass costs 90% of the first")
-
-
-def test_a_dear_draft_model_is_named_as_the_reason() -> None:
-    rows = conclude(findings(draft=0.8))
-    assert ("try", "a smaller draft model: a step of this one takes 80% of a pass of the target") in rows
-    assert rows[-2][1].startswith("--draft ngram")
-
-
-def test_without_a_draft_model_those_that_fit_are_proposed() -> None:
-    found = findings(draft=None, same_vocabulary=None, suggestions=("a", "b", "c", "d"))
-    assert conclude(found) == [
-        ("try", "--draft a"),
-        ("try", "--draft b"),
-        ("try", "--draft c"),
-        ("try", "--draft ngram, for texts that repeat themselves; needs no model"),
-        ("in short", "this is plain decoding; pass --draft a as well to see what a drafter would gain"),
-    ]
-
-
-def test_a_draft_model_of_another_vocabulary_cannot_be_used() -> None:
-    rows = conclude(findings(same_vocabulary=False, suggestions=("a",)))
-    assert rows[0] == ("try", "--draft a")
-    assert rows[-1] == ("in short", "do not use this pair, which does not share a vocabulary; examine --draft a")
-
-
-def test_a_target_that_cannot_be_rewound_gains_nothing() -> None:
-    ((word, said),) = conclude(findings(can_rewind=False))
-    assert (word, said.partition(":")[0]) == ("in short", "use no drafter")
+@sweep(
+    ("changes", "said"),
+    [
+        ({"slope": 0.9, "blas": REFERENCE}, [f"try: --blas openblas: {DEAR}, with the reference BLAS", NO_DRAFT]),
+        *(({"slope": 0.9, **changes}, [f"note: {DEAR}", NO_DRAFT]) for changes in NO_BETTER_BLAS),
+        (
+            {"slope": 0.4, "draft": 0.02, "blas": REFERENCE},
+            ["try: --blas", 'in short: use it with lookahead "auto" and --blas openblas: about'],
+        ),
+        (
+            {"draft": 0.8},
+            ["try: a smaller draft model: a step of this one takes 80% of a pass", NGRAM, "in short: use it with"],
+        ),
+        (
+            {"draft": None, "same_vocabulary": None, "suggestions": ("a", "b", "c", "d")},
+            [*(f"try: --draft {name}" for name in "abc"), NGRAM, "in short: this is plain decoding; pass --draft a"],
+        ),
+        ({"same_vocabulary": False, "suggestions": ("a",)}, ["try: --draft a", NGRAM, OTHER_VOCABULARY]),
+        ({"can_rewind": False}, ["in short: use no drafter:"]),
+    ],
+)
+def test_what_to_try_and_what_to_use_follow_from_the_findings(changes: dict[str, Any], said: list[str]) -> None:
+    rows = [f"{word}: {text}" for word, text in conclude(findings(**changes))]
+    assert [row[: len(begin)] for row, begin in zip(rows, said, strict=True)] == said
 
 
 def test_times_that_no_line_fits_are_predicted_from_as_they_are() -> None:

@@ -150,18 +150,6 @@ async def test_variables_of_the_chat_template_are_for_all_messages_that_do_not_s
         assert stream.statistics().prompt_tokens == 3
 
 
-async def test_an_answer_goes_on_from_its_beginning_as_in_mlx_lm(where: Path) -> None:
-    template = "{% for m in messages %}{{ m.role[0] | replace('u', 'w1') | replace('a', 'w2') }} {{ m.content }} w3 "
-    template += "{% endfor %}{% if add_generation_prompt %}w2{% endif %}"
-    messages = [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5 w6"}]
-    config = {"chat_template": template}
-    _, tokenizer = mlx_lm.load(str(where), tokenizer_config=config)
-    expected = tokenizer.apply_chat_template(messages, continue_final_message=True, add_generation_prompt=False)
-    async with runtime.open(runtime.ModelSpec(where, tokenizer_config=config)) as rt:
-        assert rt.encode([messages[0], messages[1] | {"prefix": True}]) == tuple(expected) == (1, 4, 3, 2, 5, 6)
-        assert rt.encode(messages) == (1, 4, 3, 2, 5, 6, 3, 2)
-
-
 # --- what tells models apart ----------------------------------------------------------------------
 
 

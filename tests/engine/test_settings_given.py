@@ -20,22 +20,6 @@ def texts(completions: list[runtime.Completion]) -> list[list[int]]:
     return [[token.id for token in completion.tokens] for completion in completions]
 
 
-@pytest.mark.parametrize(
-    "defaults",
-    [{"max_tokens": 5, "stop_tokens": [1]}, runtime.Settings(max_tokens=5, stop_tokens=(1,))],
-    ids=["mapping", "settings"],
-)
-async def test_what_is_not_given_is_the_default_and_what_is_given_goes_before(defaults: Any) -> None:
-    async with runtime.open((target(), None)) as rt:
-        whole = await rt.generate(PROMPT, max_tokens=9)
-    async with runtime.open((target(), None), defaults=defaults) as rt:
-        assert [len(c.tokens) for c in await rt.generate_many([PROMPT, (PROMPT, {"max_tokens": 3})])] == [5, 3]
-        assert len((await rt.generate(PROMPT)).tokens) == 5
-        assert len((await rt.generate(PROMPT, max_tokens=9)).tokens) == 9
-        stopped = await rt.generate(PROMPT, max_tokens=9, stop_tokens=[whole.tokens[1].id])
-        assert stopped.finish_reason == "stop"
-
-
 async def test_a_conversation_has_them_too_and_still_reuses_what_it_has_read() -> None:
     defaults = runtime.Settings(max_tokens=4, ignore_eos=True)
     async with runtime.open(runtime.DEMO_DRAFT, defaults=defaults) as rt:

@@ -66,12 +66,6 @@ async def test_models_that_are_larger_than_the_device_recommends_are_warned_of(c
             assert "this device recommends to use at most" in caplog.text
 
 
-async def test_nothing_is_said_where_the_device_does_not_tell(caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING, "outrider"):
-        async with runtime.open((llama(), None)):
-            assert "recommends" not in caplog.text
-
-
 # --- the default of memory_limit ------------------------------------------------------------------------
 
 

@@ -1,11 +1,11 @@
 """The sampling settings that a model brings in its generation_config.json."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from command_line import ran
+from models import llama, save
 from sweeps import sweep
 
 import runtime
@@ -40,10 +40,10 @@ def test_without_a_readable_file_there_are_none(tmp_path: Path) -> None:
 
 
 def recommending(folder: Path, **settings: Any) -> str:
-    """A copy of the demo target that recommends settings."""
-    shutil.copytree(runtime.DEMO_TARGET, folder / "model")
+    """A model that recommends settings."""
+    model = save(folder / "model", llama())
     (folder / "model" / "generation_config.json").write_text(json.dumps(settings))
-    return str(folder / "model")
+    return model
 
 
 async def test_only_who_asks_for_them_gets_them_and_settings_of_ones_own_win(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_only_who_asks_for_them_gets_them_and_settings_of_ones_own_win(tmp
 
 def test_a_command_says_once_what_the_model_sets(tmp_path: Path, capfd: Any) -> None:
     model = recommending(tmp_path, temperature=0.9)
-    asked = ("generate", "def f", "--target", model, "--max-tokens", "4", "--seed", "7")
+    asked = ("generate", "w1 w2", "--target", model, "--max-tokens", "4", "--seed", "7")
     sampled = ran(capfd, *asked)
     assert sampled.err.count("generation_config.json sets temperature 0.9") == 1
     assert sampled.out == ran(capfd, *asked, "--temperature", "0.9").out

@@ -11,7 +11,7 @@ from command_line import ran
 import runtime
 from runtime.loading import named_models
 from runtime.loading.model_files import folder_of
-from runtime.loading.model_sources import check_draft_source, check_source, trained_drafter_at
+from runtime.loading.model_sources import check_draft_source, check_source
 from runtime.loading.named_models import default_model, named_model
 
 ASKED = ("generate", "hello", "--max-tokens", "3", "--temperature", "0")
@@ -73,10 +73,6 @@ def test_the_doctor_examines_a_default_target_whose_drafter_has_no_model(package
     said = ran(capfd, "doctor")
     assert "the target is SmolLM2-135M-Instruct" in said.err
     assert "this is plain decoding" in said.out
-
-
-def test_a_drafter_for_smollm2_is_bundled() -> None:
-    assert trained_drafter_at(Path(named_models.SMOLLM2_DRAFT)) == "EAGLE-3"
 
 
 @pytest.mark.parametrize(("flags", "draft"), [([], "ngram"), (["--draft", "none"], None), (["--draft", "x"], "x")])

@@ -240,10 +240,9 @@ async def test_a_prefix_that_finds_no_memory_stays_on_the_disk(tmp_path, model, 
         assert len(cache_of(rt)._stored) == len(stored_in(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("cut", [0, 100, -1])
-async def test_a_damaged_file_is_left_out_and_the_text_is_right(tmp_path, model, text, cut, caplog):
+async def test_a_damaged_file_is_left_out_and_the_text_is_right(tmp_path, model, text, caplog):
     [path] = stored_in(tmp_path)
-    path.write_bytes(path.read_bytes()[:cut])
+    path.write_bytes(path.read_bytes()[:-1])
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=0) as rt:
         await until_in_trio(lambda: cache_of(rt)._stored != {})
         assert await answer(rt, PROMPT) == (text, 0)

@@ -1,6 +1,7 @@
 """Saved conversations: a loaded conversation continues as if it had never been in a file, or there is a clear error."""
 
 import io
+import itertools
 import logging
 import os
 import shutil
@@ -29,7 +30,7 @@ from runtime.persistence import saved_session, session_file
 
 LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
 SAID = ("The cat sat on the mat.", " And then?", " What else did it do all day?")
-GREEDY: dict[str, Any] = {"max_tokens": 20, "logit_bias": QUIET, "lookahead": 3}
+GREEDY: dict[str, Any] = {"max_tokens": 12, "logit_bias": QUIET, "lookahead": 3}
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "seed": 11}
 
 
@@ -65,11 +66,18 @@ LLAMA = PAIRS["llama"]
 LAST_LOOK = 24
 
 
-async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1], **settings: Any) -> None:
-    async with pair.open() as rt:
-        conversation = rt.conversation(**GREEDY | settings)
-        for text in said:
-            await conversation.generate(text)
+@asynccontextmanager
+async def talking(pair: Pair = LLAMA, **options: Any) -> AsyncIterator[tuple[runtime.Runtime, runtime.Conversation]]:
+    """A runtime, and a conversation of one turn in it."""
+    async with pair.open(**options) as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        yield rt, conversation
+
+
+async def saved(path: Path, pair: Pair = LLAMA) -> None:
+    """Save such a conversation."""
+    async with talking(pair) as (_, conversation):
         await conversation.save(path)
 
 
@@ -120,9 +128,7 @@ async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: 
         if isinstance(event, runtime.Span) and event.actor == "draft" and event.kind == "prefill":
             read.append(event.num_tokens)
 
-    async with pair.open(trace=note) as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking(pair, trace=note) as (rt, conversation):
         await conversation.save(path)
         read.clear()
         await conversation.generate(SAID[1])
@@ -249,9 +255,7 @@ async def test_without_a_draft_model_its_cache_is_left_out(path, draft, caplog):
 
 async def test_a_draft_model_that_comes_later_reads_the_text_anew(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    async with LLAMA.open(drafted=False) as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking(drafted=False) as (_, conversation):
         await conversation.save(path)
         expected = await conversation.generate(SAID[1])
     found = await next_turn(path)
@@ -336,9 +340,7 @@ async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) 
 
 async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    async with LLAMA.open(prefix_cache_bytes=0) as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking(prefix_cache_bytes=0) as (rt, conversation):
         small = await conversation.save(path)
         expected = ids(await conversation.generate(SAID[1]))
         found = await (await rt.load(path)).generate(SAID[1])
@@ -366,9 +368,7 @@ async def test_files_are_written_and_read_beside_the_event_loop(tmp_path, monkey
             return real(*args)
 
         monkeypatch.setattr(session_file, name, slow)
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking() as (rt, conversation):
         for call in (conversation.save, rt.load):
             entered, go_on = trio.Event(), trio.Event()
             async with trio.open_nursery() as nursery:
@@ -380,31 +380,26 @@ async def test_files_are_written_and_read_beside_the_event_loop(tmp_path, monkey
 
 def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel `scope` at the `step`-th point of a save or load: jobs of a model, calls in a thread, checks in it."""
-    count = -1
+    steps, check = itertools.count(), trio.from_thread.check_cancelled
 
-    def count_up() -> None:
-        nonlocal count
-        count += 1
-        if count == step:
+    def count() -> None:
+        if next(steps) == step:
             scope.cancel()
 
-    run, run_sync, check = saved_sequence._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            count()
+            return await function(*args)
 
-    async def noted_run(*args: Any) -> Any:
-        count_up()
-        return await run(*args)
+        return call
 
-    async def noted_run_sync(*args: Any) -> Any:
-        count_up()
-        return await run_sync(*args)
-
-    def noted_check() -> None:
-        trio.from_thread.run_sync(count_up)
+    def counted_check() -> None:
+        trio.from_thread.run_sync(count)
         check()
 
-    monkeypatch.setattr(saved_sequence, "_run", noted_run)
-    monkeypatch.setattr(trio.to_thread, "run_sync", noted_run_sync)
-    monkeypatch.setattr(trio.from_thread, "check_cancelled", noted_check)
+    monkeypatch.setattr(saved_sequence, "_run", counted(saved_sequence._run))
+    monkeypatch.setattr(trio.to_thread, "run_sync", counted(trio.to_thread.run_sync))
+    monkeypatch.setattr(trio.from_thread, "check_cancelled", counted_check)
 
 
 # The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing
@@ -600,9 +595,7 @@ async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str,
 @sweep("name", SAVING)
 async def test_a_conversation_is_saved_beside_a_drafter_that_hangs(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+    async with talking() as (rt, conversation):
         async with hanging(monkeypatch, rt, name):
             await conversation.save(file := io.BytesIO())
         expected = ids(await conversation.generate(SAID[1]))

@@ -217,23 +217,14 @@ def test_there_is_no_writing_where_no_file_can_be(tmp_path: Path) -> None:
 # --- open files -----------------------------------------------------------------------------------
 
 
-class Dripping(io.RawIOBase):
+class Dripping(io.BytesIO):
     """A file that reads and writes a few bytes at a time, as an unbuffered one may."""
 
-    def __init__(self) -> None:
-        self.held = io.BytesIO()
-
     def write(self, data: Any) -> int:
-        return self.held.write(bytes(data[:7]))
+        return super().write(bytes(data[:7]))
 
-    def read(self, most: int = -1) -> bytes:
-        return self.held.read(min(most, 5))
-
-    def seek(self, place: int, whence: int = 0) -> int:
-        return self.held.seek(place, whence)
-
-    def tell(self) -> int:
-        return self.held.tell()
+    def read(self, most: int | None = -1) -> bytes:
+        return super().read(min(most, 5))
 
 
 @sweep("make", [io.BytesIO, Dripping, tempfile.SpooledTemporaryFile])

@@ -263,46 +263,35 @@ def test_a_round_in_which_the_drafter_was_idle_is_no_miss():
     assert [instant[4] for instant in data["instants"] if instant[1] == "miss"] == [0, 1, 3]
 
 
-def eventful() -> list[Event]:
-    """A prompt in two chunks, a rest, a drafter that is late and comes back, and an instant of an unknown kind."""
-
-    def round_over(at: float, round: int, *, resting: bool = False, finish_reason: Any = None) -> Instant:
-        commit = Commit(0, round, 10 + round, (7,), 0, resting=resting, finish_reason=finish_reason)
-        return Instant("target", "verdict", 0, at, round, commit=commit)
-
-    return [
-        Instant("target", "open", 0, 0.0, tokens=tuple(range(10))),
-        Instant("draft", "open", 0, 0.0, tokens=tuple(range(10))),
-        Span("target", "prefill", 0, 0.0, 1.0, 4),
-        Span("target", "prefill", 0, 1.0, 2.0, 3),
-        Span("draft", "draft", 0, 1.5, 2.0, 1, 0),
-        Instant("draft", "proposal", 0, 2.0, 0, 1, (9,)),
-        Span("target", "verify", 0, 2.0, 3.0, 2, 0),
-        round_over(3.0, 0),
-        Instant("draft", "rest", 0, 3.0, 1),
-        Span("target", "decode", 0, 3.0, 4.0, 1, 1),
-        round_over(4.0, 1, resting=True),
-        Instant("draft", "proposal", 0, 4.0, 2, 1, (9,)),
-        Span("target", "verify", 0, 4.0, 5.0, 2, 2),
-        round_over(5.0, 2),
-        Instant("target", "overdue", 0, 5.5, 3),
-        Span("target", "decode", 0, 5.5, 6.5, 1, 3),
-        round_over(6.5, 3),
-        Instant("target", "rejoin", 0, 6.5, 4),
-        Instant("target", "constructor", 0, 6.75, 4),
-        Span("target", "verify", 0, 7.0, 8.0, 1, 4),
-        round_over(8.0, 4, finish_reason="length"),
-        Instant("target", "finish", 0, 8.0, 5),
-    ]
-
-
 def test_the_times_in_which_the_drafter_was_away_are_told_with_why():
-    (session,) = data_for(eventful())["sessions"]
+    def verdict(at: float, round: int, *, resting: bool = False) -> Instant:
+        return Instant("target", "verdict", 0, at, round, commit=Commit(0, round, round, (7,), 0, resting=resting))
+
+    until_it_rests = [
+        Instant("target", "open", 0, 0.0),
+        Instant("draft", "open", 0, 0.0),
+        Instant("draft", "proposal", 0, 2.0, 0, 1, (9,)),
+        verdict(3.0, 0),
+        Instant("draft", "rest", 0, 3.0, 1),
+    ]
+    events = [
+        *until_it_rests,
+        Span("target", "decode", 0, 3.0, 4.0, 1, 1),
+        verdict(4.0, 1, resting=True),
+        Instant("draft", "proposal", 0, 4.0, 2, 1, (9,)),
+        verdict(5.0, 2),
+        Instant("target", "overdue", 0, 5.5, 3),
+        Instant("target", "constructor", 0, 5.75, 3),  # of an unknown kind
+        Span("target", "decode", 0, 5.5, 6.5, 1, 3),
+        verdict(6.5, 3),
+        Instant("target", "rejoin", 0, 6.5, 4),
+        verdict(8.0, 4),
+    ]
+    (session,) = data_for(events)["sessions"]
     assert session["away"] == [[3_000_000, 4_000_000, "resting"], [5_500_000, 6_500_000, "overdue"]]
     assert [round["resting"] for round in session["rounds"]] == [False, True, False, False, False]
     assert session["summary"]["alone"] == 2
-    left = [*eventful()[:9], Instant("draft", "withdraw", 0, 3.5, 1)]
-    (session,) = data_for(left)["sessions"]
+    (session,) = data_for([*until_it_rests, Instant("draft", "withdraw", 0, 3.5, 1)])["sessions"]
     assert session["away"] == [[3_000_000, 3_500_000, "resting"], [3_500_000, 3_500_000, "left"]]
 
 
