@@ -246,7 +246,7 @@ def calls(name: str, arguments: str = "{}") -> str:
     [
         (calls("mcp__docs__search"), {"type": "function_call", "name": "search", "namespace": "mcp__docs__"}),
         (calls("mcp__web__search"), {"type": "function_call", "name": "search", "namespace": "mcp__web"}),
-        (calls("search"), {"type": "function_call", "name": "search"}),
+        (calls("search", '{"a": "b"}'), {"type": "function_call", "name": "search", "arguments": '{"a": "b"}'}),
         (calls("apply_patch", '{"input": "a b"}'), {"type": "custom_tool_call", "name": "apply_patch", "input": "a b"}),
         (calls("apply_patch", '{"diff": "a"}'), {"type": "custom_tool_call", "input": '{"diff": "a"}'}),
         (calls("local_shell", '{"command": ["ls"]}'), {"type": "local_shell_call", "action": EXECUTES_LS}),
@@ -261,6 +261,7 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says, 
         streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
         for each in (response, streamed):
             assert fields.items() <= each["output"][0].items()
+            assert (each["status"], each["tools"]) == ("completed", asked["tools"])
         names = [tool["function"]["name"] for tool in server.tokenizer.told[-1]]
         assert names == ["mcp__docs__search", "mcp__web__search", "search", "apply_patch", "local_shell"]
         if fields["type"] == "message":
@@ -272,8 +273,9 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says, 
             answer = await server.ask(RESPONSES, {**asked, **before, "input": more, "max_output_tokens": 3})
             assert (answer.status, answer.headers.get(HEADER)) == (200, None)
             *_, called, returned = server.tokenizer.seen[-1]
-            assert [each["function"]["name"] for each in called["tool_calls"]] == [json.loads(says[11:-12])["name"]]
-            assert (returned["role"], returned["content"]) == ("tool", "done")
+            (same,) = called["tool_calls"]
+            assert (same["id"], same["function"]["name"]) == (call["call_id"], json.loads(says[11:-12])["name"])
+            assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", same["id"], "done")
 
     converse()
 
