@@ -330,7 +330,7 @@ async def test_paths_without_a_version_are_those_with_it_and_need_the_key(server
         headers = {} if body is None else {"content-type": "application/json"}
         short = path.removeprefix("/v1")
         keyed = {**headers, "authorization": "Bearer s3cret"}
-        for same in (short, f"{short}/", f"{path}/"):
+        for same in (short, f"{short}/", f"{path}/", f"/{path}", f"/{short}", path.replace("/", "//")):
             how = {"method": "GET" if body is None else "POST", "body": body}
             assert (await server.ask(same, **how, headers=headers)).status == 401
             assert (await server.ask(same, **how, headers=keyed)).status == 200
