@@ -110,34 +110,32 @@ async def test_a_prompt_is_read_once_for_all_of_its_answers(server):
     assert num_read() == num_once * 5
 
 
-async def assert_ended(server: Served, one: Any, *, fails: bool) -> None:
-    """Assert that a request has ended by the failure of an answer, or because its client has left."""
-    assert server.simulation.runtime.num_streams == 0
-    assert await server.outcomes() == {"failed" if fails else "cancelled": 1}
-    if not fails:
-        return
-    if one.headers["content-type"].startswith("text/event-stream"):
-        assert "error" in one.events[-1]
-        assert not one.is_done
-    else:
-        assert one.status == 503
-
-
 @sweep("fails", [False, True])
 @STREAMED
-@on_server()
-async def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(server, stream, fails):
-    seen = watched_streams(server)
-    async with server.exchange(CHAT, {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}) as one:
-        await trio.sleep(1.0)  # simulated
-        assert len(seen) == 4
-        assert all(each.finish_reason is None for _, each in seen)
-        if fails:
-            seen[1][1].close()  # as the runtime does with a stream that fails
-        else:
-            one.leave()
-    assert all(each.is_closed and each.finish_reason is None for _, each in seen)
-    await assert_ended(server, one, fails=fails)
+@sweep(("max_streams", "max_tokens", "after_s"), [(8, 500, 1), (1, 3, 60)])  # all at once, or in turn
+def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(max_streams, max_tokens, after_s, stream, fails):
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        body = {"prompt": "def f", "n": 8, "max_tokens": max_tokens, "stream": stream}
+        async with server.exchange(COMPLETIONS, body) as one:
+            await trio.sleep(after_s)  # simulated: in one of the answers
+            num_begun = len(seen)
+            if fails:
+                seen[-1][1].close()  # as the runtime does with a stream that fails
+            else:
+                one.leave()
+        assert (1 < num_begun < 8) if max_streams == 1 else num_begun == 8
+        assert len(seen) == num_begun
+        assert all(each.is_closed and each.finish_reason is None for _, each in seen[-max_streams:])
+        assert server.simulation.runtime.num_streams == 0
+        assert await server.outcomes() == {"failed" if fails else "cancelled": 1}
+        if fails and stream:
+            assert "error" in one.events[-1]
+            assert not one.is_done
+        elif fails:
+            assert one.status == 503
+
+    simulated_server(test, max_streams=max_streams)
 
 
 @on_server(settings={"seed": 7})
@@ -147,13 +145,6 @@ async def test_answers_differ_where_the_seed_is_the_servers(server):
     assert len(set(named)) == 3
     assert texts(await asked(server, COMPLETIONS, {**body, "n": 3})) == named
     assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
-
-
-@on_server()
-async def test_biases_of_texts_are_those_of_all_prompts(server):
-    seen = watched_streams(server)
-    await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
-    assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
 
 
 # --- more answers than the models work on at once ---------------------------------------------------
@@ -200,24 +191,6 @@ async def test_prompts_that_begin_later_are_checked_before_any_begins(server):
     answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
     assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
     assert seen == []
-
-
-@sweep("fails", [False, True])
-@STREAMED
-@on_server(max_streams=1)
-async def test_a_client_that_leaves_or_an_answer_that_fails_ends_a_request_whose_answers_have_not_all_begun(
-    server, stream, fails
-):
-    seen = watched_streams(server)
-    async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
-        await trio.sleep(60)  # simulated: in one of the first answers
-        num_begun = len(seen)
-        if fails:
-            seen[-1][1].close()
-        else:
-            one.leave()
-    assert 1 < num_begun == len(seen) < 8
-    await assert_ended(server, one, fails=fails)
 
 
 # --- echoes ---------------------------------------------------------------------------------------

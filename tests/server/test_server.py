@@ -358,43 +358,6 @@ def test_rejected_clients_are_told_to_come_one_after_the_other():
 
 # --- clients that leave ---------------------------------------------------------------------------
 
-# When a client leaves: its prompt is tokenised from 0 to 4 s, and read from 4 to 16 s, in three passes; then comes a
-# token in 8 s.
-PHASES = {"body": 1.0, "tokenising": 2.0, "prefill": 9.0, "between passes": 8.0, "answer": 45.0}
-LONG = {"prompt": "a" * 5000, "max_tokens": 50, "lookahead": 0}
-
-
-async def leaves(server: Served, phase: str, body: dict[str, Any]) -> Exchange:
-    """A client that leaves in a phase, if no other is there."""
-    began = trio.current_time()
-    async with server.exchange(COMPLETIONS, None if phase == "body" else body) as one:
-        if phase == "body":
-            one.give(b'{"prompt":', more=True)
-        await trio.sleep_until(began + PHASES[phase])
-        one.leave()
-    assert one.over_at == began + PHASES[phase], "it was not let go at once"
-    return one
-
-
-@STREAMED
-@sweep("phase", PHASES)
-@on_server(looping, tokenising_s=4.0, max_streams=1, max_waiting=0)
-async def test_a_client_that_leaves_ends_its_generation_within_one_pass(server, phase, stream):
-    simulation = server.simulation
-    one = await leaves(server, phase, {**LONG, "stream": stream})
-    left_at = trio.current_time()
-    assert not one.is_whole
-    assert (simulation.runtime.num_streams, simulation.runtime.num_waiting) == (0, 0)
-    # What was asked, and what was done by then.
-    num_passes = {"body": 0, "tokenising": 0, "prefill": 2, "between passes": 2}.get(phase)
-    await trio.sleep(100)
-    spans = simulation.spans("target", "prefill", "decode", "verify")
-    assert num_passes is None or len(spans) <= num_passes
-    assert all(span.began <= left_at for span in spans)
-    assert (phase in ("body", "tokenising")) is (spans == [])
-    assert await server.outcomes() == {"cancelled": 1}
-    assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).text
-
 
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(st.integers(0, 400), st.booleans(), st.sampled_from([0, 3, "auto"]), st.integers(0, 1000))
@@ -422,34 +385,12 @@ def test_a_client_may_leave_at_any_time_beside_another(quarters, stream, lookahe
             if span.began > left_at
         ]
         assert late == []
+        assert await server.outcomes() in ({"finished": 2}, {"finished": 1, "cancelled": 1})
 
     simulated_server(test, *models(), tokenising_s=2.0, schedule=schedule)
 
 
 # --- models that fail -----------------------------------------------------------------------------
-
-
-@BOTH
-@on_server(ScriptedModel(looping, fails=FAILS))
-async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(server, path, body):
-    answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "lookahead": 0})
-    *chunks, last = answer.events
-    assert len(chunks) > 3
-    assert set(last) == {"error"}
-    assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "models_unavailable")
-    assert "the target model failed" in last["error"]["message"]
-    assert not answer.is_done
-    assert answer.is_whole
-    for path2, body2 in ((COMPLETIONS, DEF), (CHAT, HELLO)):
-        later = await server.ask(path2, body2)
-        assert (later.status, later.fault["code"]) == (503, "models_unavailable")
-    health = await server.ask("/health")
-    assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
-    assert health.json["status"] == "broken"
-    found = await figures(server.app)
-    assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (0, 0)
-    assert found["outrider_refusals_total", "503"] == 2
-    assert await server.outcomes() == {"failed": 1, "refused": 2}
 
 
 @on_server(ScriptedModel(looping, fails=FAILS))

@@ -478,20 +478,6 @@ async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monk
             await server.is_over.wait()
 
 
-async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped():
-    async with served(seconds=0.001, patience=Limits(grace_s=MANY)) as server:
-        with await connect(server.port) as client:
-            await client.send(completion(num_tokens=100, stream=True))
-            await client.head()
-            server.stop.set()
-            events = []
-            while (event := await client.event()) is not None:
-                events.append(event)
-            await server.is_over.wait()
-        assert '"finish_reason":"length"' in events[-1]
-        await nobody_is_let_in(server.port)
-
-
 def assert_refused(answer: Answer) -> None:
     assert (answer.status, answer.headers["connection"]) == (503, "close")
     body = answer.json()
@@ -592,21 +578,4 @@ async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(c
         await server.assert_unharmed()
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "Too many open files" in record.getMessage()
-    caplog.clear()
-
-
-# --- models that fail ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream, caplog):
-    draft = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
-    async with served(draft=draft) as server:
-        answer = await ask(server.port, completion(num_tokens=40, stream=stream))
-        assert (answer.status, answer.is_whole, answer.text) == (200, True, true_text(40))
-        assert server.simulation.runtime.statistics().draft_failures > 0
-        await server.assert_unharmed()
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said
-    assert all("draft" in message for message in said), said
     caplog.clear()
