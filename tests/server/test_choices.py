@@ -202,41 +202,41 @@ def logits_of(script: Any, history: list[int]) -> list[float]:
     return [each - total for each in logits]
 
 
-@sweep("max_tokens", [0, 1, 5])
 @STREAMED
+@sweep(("max_tokens", "echo"), [(0, True), (1, True), (5, True), (5, False)])
+@sweep("num_top", [0, 2])
 @on_server()
-async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(server, max_tokens, stream):
+async def test_log_probabilities_of_a_text_and_of_the_prompt_that_it_repeats(server, max_tokens, echo, num_top, stream):
     prompt = "def f and g"
     ids = server.tokenizer.encode(prompt)
-    body = {"prompt": [ids], "temperature": 0, "max_tokens": max_tokens, "logprobs": 2, "echo": True, "seed": 1234}
-    generated = ""
-    if max_tokens:
-        plain = {"prompt": prompt, "max_tokens": max_tokens}
-        generated = texts(await asked(server, COMPLETIONS, plain))[0]
+    body = {"prompt": [ids], "max_tokens": max_tokens, "logprobs": num_top, "echo": echo, "stream": stream}
+    generated = (await direct(server, {"prompt": prompt}, max_tokens=max_tokens)).text if max_tokens else ""
+    answer = await server.ask(COMPLETIONS, body)
+    choices = [choice for event in (answer.events if stream else [answer.json]) for choice in event["choices"]]
     if stream:
-        events = (await server.ask(COMPLETIONS, {**body, "stream": True})).events
-        assert "".join(choice["text"] for event in events for choice in event["choices"]) == prompt + generated
-        *before, last = [choice for event in events for choice in event["choices"]]
+        *before, last = choices
         # Some clients do not look for text where they find a finish reason.
-        assert (last["text"], last["finish_reason"]) == ("", "length")
-        assert {choice["finish_reason"] for choice in before} == {None}
-        return
-    answer = await asked(server, COMPLETIONS, body)
-    (choice,) = answer["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (prompt + generated, "length")
-    logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == list(prompt + generated)
-    assert logprobs["text_offset"] == list(range(len(ids) + max_tokens))
-    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    told = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        assert (last["text"], {choice["finish_reason"] for choice in before}) == ("", {None})
+    else:
+        usage = answer.json["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), max_tokens)
+    begin = 0 if echo else len(prompt)
+    text = (prompt + generated)[begin:]
+    assert ("".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]) == (text, "length")
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+    joined = {name: [each for part in parts for each in part[name]] for name in parts[0]}
+    assert (joined["tokens"], joined["text_offset"]) == (list(text), list(range(len(text))))
     whole = server.tokenizer.encode(prompt + generated)
-    for end, (logprob, top) in list(enumerate(told))[1:]:
+    told = zip(joined["token_logprobs"], joined["top_logprobs"], strict=True)
+    for end, (logprob, top) in enumerate(told, start=begin):
+        if end == 0:
+            assert logprob is top is None
+            continue
         expected = logits_of(looping, whole[:end])
-        assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
-        named = {*sorted(expected)[-2:], expected[whole[end]]}
+        assert logprob == top[(prompt + generated)[end]] == pytest.approx(expected[whole[end]], abs=1e-4)
+        named = {*sorted(expected)[len(expected) - num_top :], expected[whole[end]]}
         assert sorted(top.values()) == pytest.approx(sorted(named), abs=1e-4)
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(ids), max_tokens)
-    assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
+    assert await server.outcomes() == {"finished": 1}
 
 
 @on_server()

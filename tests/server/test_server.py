@@ -126,26 +126,6 @@ def logprobs_of(answer: Exchange, *names: str) -> dict[str, list[Any]]:
 
 @STREAMED
 @on_server(two_ways)
-async def test_log_probabilities_of_a_completion(server, stream):
-    for most in (0, 3):
-        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
-        joined = logprobs_of(answer, "tokens", "token_logprobs", "top_logprobs", "text_offset")
-        assert joined["tokens"] == ["g", "h", "i", "j"]
-        assert joined["token_logprobs"] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
-        assert joined["text_offset"] == [0, 1, 2, 3]
-        assert "".join(joined["tokens"]) == answer.text
-        if most == 0:
-            own = [dict([pair]) for pair in zip(joined["tokens"], joined["token_logprobs"], strict=True)]
-            assert joined["top_logprobs"] == own
-        else:
-            top = joined["top_logprobs"][0]
-            assert len(top) == 3
-            # JSON has no minus infinity.
-            assert sorted(top.values()) == pytest.approx([-9999.0, math.log(0.25), math.log(0.75)], abs=1e-5)
-
-
-@STREAMED
-@on_server(two_ways)
 async def test_log_probabilities_of_a_chat(server, stream):
     start = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
     for most in (None, 0, 3):

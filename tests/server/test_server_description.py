@@ -100,16 +100,6 @@ def description_with_key() -> dict[str, Any]:
     return found[0]
 
 
-def test_operations_have_summaries_and_the_page_shows_texts_verbatim():
-    description = description_with_key()
-    operations = [each for methods in description["paths"].values() for each in methods.values()]
-    summaries = [each["summary"] for each in operations]
-    assert len(set(summaries)) == len(summaries)
-    shown = [*summaries, description["info"]["description"], *(each.get("description", "") for each in operations)]
-    shown += [response["description"] for each in operations for response in each["responses"].values()]
-    assert not [text for text in shown if "`" in text]
-
-
 def test_every_response_is_as_described_and_every_described_response_is_given():
     description = Description(closed(description_with_key()))
     assert {check(description, path, answer) for path, answer in all_seen()} == described(description.content)

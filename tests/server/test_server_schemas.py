@@ -336,16 +336,6 @@ async def test_a_process_that_does_not_start_fails_only_its_own_requests(monkeyp
         assert await check(grammar_of_schema(PLAIN)) == "done"
 
 
-async def test_what_fails_beside_the_checker_is_raised_as_it_is():
-    async def fail() -> None:
-        async with checking() as check:
-            await check(grammar_of_schema(PLAIN))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await fail()
-
-
 async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_with():
     def fail() -> tuple[str, list[int]]:
         raise SettingsError("no vocabulary")
