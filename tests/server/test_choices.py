@@ -385,32 +385,10 @@ async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server):
 # --- fill in the middle ----------------------------------------------------------------------------
 
 
-class Coder(Letters):
-    """A tokenizer some of whose characters are called fill-in-the-middle tokens."""
-
-    bos_token, bos_token_id = ":", Letters.ALPHABET.index(":")
-
-    def __init__(self, **markers: str) -> None:
-        self.markers = markers
-        super().__init__()
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
-        begin = [self.bos_token_id] if "begins" in self.markers and add_special_tokens else []
-        return begin + super().encode(text)
-
-    def get_vocab(self) -> dict[str, int]:
-        named = {name: self.ALPHABET.index(letter) for letter, name in self.markers.items() if len(letter) == 1}
-        return {letter: i for i, letter in enumerate(self.ALPHABET)} | named
+# `Letters` has the tokens of one family; test_fill_in_middle.py has all families, with their tokenizers.
 
 
-# test_fill_in_middle.py has all families, with their tokenizers.
-FAMILIES = [
-    ({"P": "<|fim_prefix|>", "S": "<|fim_suffix|>", "M": "<|fim_middle|>"}, "Pdef fSreturnM"),
-    ({"P": "[PREFIX]", "S": "[SUFFIX]", "begins": ""}, ":SreturnPdef f"),
-]
-
-
-@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+@on_server()
 async def test_an_editor_s_completions_are_answered_in_either_form(server):
     """The requests of Continue's providers `mistral`, and `openai` and `vllm`, which write the markers themselves."""
     stop = ["/src/", "#- coding: utf-8", "```"]
@@ -429,7 +407,7 @@ async def test_an_editor_s_completions_are_answered_in_either_form(server):
         assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
 
 
-@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+@on_server()
 async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on(server):
     answer = await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
     assert answer["object"] == "chat.completion"
@@ -438,7 +416,7 @@ async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_g
     assert [server.tokenizer.decode(instant.tokens) for instant in begun] == ["PabSM", "ab"]
 
 
-@on_server(always({"S": 9.0, "x": 5.0}), tokenizer=Coder(**FAMILIES[0][0]))
+@on_server(always({"S": 9.0, "x": 5.0}))
 async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]
@@ -451,7 +429,7 @@ async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server):
 STOPS_AT_X = {"stop_tokens": [Letters.ALPHABET.index("x")]}
 
 
-@on_server(always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings=STOPS_AT_X)
+@on_server(always({"x": 9.0}), settings=STOPS_AT_X)
 async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]
