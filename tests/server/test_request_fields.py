@@ -261,15 +261,6 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@on_server()
-@BOTH
-async def test_a_field_that_means_nothing_is_ignored_and_named(server, path, body):
-    expected = await direct(server, body, max_tokens=9)
-    for fields, named in IGNORED:
-        answer = await server.ask(path, {**body, **fields, "max_tokens": 9})
-        assert (answer.status, answer.text, answer.headers[HEADER]) == (200, expected.text, named)
-
-
 CACHED = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
 # The same in every API, and within other objects.
 NESTED: list[tuple[str, dict[str, Any], str | None]] = [
@@ -284,19 +275,23 @@ NESTED: list[tuple[str, dict[str, Any], str | None]] = [
 ]
 
 
-@on_server(limits=Limits(max_tokens=3))
-async def test_what_is_ignored_in_any_api_and_within_other_objects_is_named(server):
-    for path, fields, named in NESTED:
-        answer = await server.ask(path, {**ASKED[path], **fields})
-        assert (answer.status, answer.headers.get(HEADER)) == (200, named)
+NOTHING = {"audio": None, "web_search_options": None, "annotations": [], "user": None, "model": "gpt-4o", "seed": 3}
 
 
 @on_server(limits=Limits(max_tokens=3))
-async def test_nothing_is_named_where_nothing_was_ignored(server):
-    nothing = {"audio": None, "web_search_options": None, "annotations": [], "user": None, "model": "gpt-4o"}
-    for path, body in ASKED.items():
-        answer = await server.ask(path, {**body, **nothing, "seed": 3})
-        assert (answer.status, answer.headers.get(HEADER)) == (200, None)
+@sweep(
+    ("path", "fields", "named"),
+    [
+        *((path, *each) for path in (COMPLETIONS, CHAT) for each in IGNORED),
+        *NESTED,
+        *((path, NOTHING, None) for path in ASKED),
+    ],
+)
+async def test_a_field_that_means_nothing_is_ignored_and_named(server, path, fields, named):
+    answer = await server.ask(path, {**ASKED[path], **fields})
+    assert (answer.status, answer.headers.get(HEADER)) == (200, named)
+    if path in (COMPLETIONS, CHAT) and "messages" not in fields:
+        assert answer.text == (await direct(server, ASKED[path], max_tokens=3)).text
 
 
 @on_server(is_strict=True, limits=Limits(max_tokens=3))
