@@ -184,8 +184,6 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
             return ErrorResponse(400, f"the body is not JSON: {reason}; send an object")
         case "missing":
             message = f"{param} is missing; add it"
-        case "string_pattern_mismatch":
-            message = f"{location[0]} must have token ids for keys, got {short_json(first['input'])}"
         case _ if location[:1] == ("prompt",):
             message = (
                 "prompt must be a text, a list of token ids of at least 0, or a list of up to 128 texts or "

@@ -79,6 +79,9 @@ HISTORIES: list[tuple[str, list[Any], str, str | None]] = [
     (CHAT, [said({"type": "strange", "text": 3}), user(text("why"))], "[strange omitted]", "strange"),
     (CHAT, [{**SAID, "tool_calls": [{"id": "c", "type": "computer", "computer": {}}]}, user(text("why"))],
      "no\n[computer omitted]", "tool_calls.computer"),
+    # Some clients join what is said after an error to the message that was refused.
+    *((path, [user(image, text("what? "), text("never mind"))], "[image omitted]\nwhat? never mind", image["type"])
+      for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT))),
     (RESPONSES, [{"type": "reasoning", "content": [{"type": "sealed", "data": 3}]}, user(text("on"))], "", "sealed"),
     (RESPONSES, [user(text("a")), CALLED, output(INPUT), user(text("on"))], "[image omitted]", "input_image"),
     (RESPONSES, [user(text("a")), CALLED, output(text("b", "input_text"), INPUT)], "b\n[image omitted]", "input_image"),
@@ -128,16 +131,6 @@ async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(ser
         answer = await server.ask(path, body_of(path, [user(*parts), *more]))
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith(said)
-
-
-@on_server(limits=SHORT)
-async def test_an_image_is_no_error_once_the_user_says_more(server):
-    # Some clients join what is said after an error to the message that was refused.
-    for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT)):
-        asked = user(image, text("what is this?"), text("never mind, run the tests"))
-        answer = await server.ask(path, body_of(path, [asked]))
-        assert (answer.status, answer.headers[HEADER].endswith(image["type"])) == (200, True)
-        assert server.tokenizer.seen[-1][-1]["content"].startswith("[image omitted]\nwhat is this?")
 
 
 @on_server(limits=SHORT)

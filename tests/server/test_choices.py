@@ -94,22 +94,6 @@ async def test_each_prompt_of_a_list_has_its_answers(server):
     assert texts(streamed) == alone
 
 
-@on_server()
-async def test_a_prompt_is_read_once_for_all_of_its_answers(server):
-    prompt = "def f and g, " * 4
-    answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, "n": 4})
-
-    def num_read() -> int:
-        spans = server.simulation.spans("target", "prefill")
-        return sum(span.num_read for span in spans)
-
-    assert (num_once := num_read()) == len(server.tokenizer.encode(prompt)) - 1
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    each = {"prompt": prompt, **SAMPLED, "n": 4, "cache_prompt": False}
-    assert texts(await asked(server, COMPLETIONS, each)) == texts(answer)
-    assert num_read() == num_once * 5
-
-
 @sweep("fails", [False, True])
 @STREAMED
 @sweep(("max_streams", "max_tokens", "after_s"), [(8, 500, 1), (1, 3, 60)])  # all at once, or in turn

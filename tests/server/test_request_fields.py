@@ -190,13 +190,6 @@ async def test_a_prediction_is_drafted_from(server):
     assert answer.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"]
 
 
-@on_server()
-async def test_a_seed_of_minus_one_is_a_fresh_one(server):
-    asked = {**DEF, "temperature": 1, "max_tokens": 30, "seed": -1}
-    one, other = [(await server.ask(COMPLETIONS, asked)).text for _ in range(2)]
-    assert one != other
-
-
 @BOTH
 @on_server()
 async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server, path, body):
