@@ -77,7 +77,7 @@ def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -
 
 
 async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work for a client; cancel it and raise ClientGone when the client leaves, or has not read for long."""
+    """Do some work for a client; cancel it when the client leaves, or has not read for long."""
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -88,8 +88,6 @@ async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> 
         async with BackgroundNursery() as nursery:
             nursery.start_soon(listen)
             await work()
-    if there.cancelled_caught:
-        raise ClientGone
 
 
 @attrs.frozen
