@@ -169,14 +169,6 @@ async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response
     assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
-@on_server(ScriptedModel(looping, context_length=40), max_streams=1)
-async def test_prompts_that_begin_later_are_checked_before_any_begins(server):
-    seen = watched_streams(server)
-    answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
-    assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
-    assert seen == []
-
-
 # --- echoes ---------------------------------------------------------------------------------------
 
 
