@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pydantic_core import ErrorDetails
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
-from protocol.argument_aliases import ALIASES
+from protocol.argument_aliases import meant
 from protocol.errors import (
     MemoryLimitError,
     OutriderError,
@@ -184,8 +183,6 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
             return ErrorResponse(400, f"the body is not JSON: {reason}; send an object")
         case "missing":
             message = f"{param} is missing; add it"
-        case "string_pattern_mismatch":
-            message = f"{location[0]} must have token ids for keys, got {short_json(first['input'])}"
         case _ if location[:1] == ("prompt",):
             message = (
                 "prompt must be a text, a list of token ids of at least 0, or a list of up to 128 texts or "
@@ -202,11 +199,8 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
 def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
     """The error response of a strict server for an unknown field of a body; `known` are the names of its fields."""
     path, _, last = name.rpartition(".")
-    candidates = () if path else known
-    close = difflib.get_close_matches(last, candidates, n=1, cutoff=0.7)
-    if ALIASES.get(last) in candidates:
-        close = [ALIASES[last]]
-    hint = _REMEDIES.get(last) or (f"did you mean {close[0]!r}?" if close else "leave it out")
+    near = meant(last, () if path else known, cutoff=0.7)
+    hint = _REMEDIES.get(last) or ("leave it out" if near is None else f"did you mean {near!r}?")
     return ErrorResponse(400, f"there is no field {short_json(last)} here; {hint}", param=name[:100])
 
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import trio
 
-T = TypeVar("T")
+Background = Callable[..., Awaitable[Any]]
+"""Runs a function in the background while trio runs other tasks, as `trio.to_thread.run_sync` does."""
 
-
-class Background(Protocol):
-    """Runs a function in the background while trio runs other tasks."""
-
-    async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
-        """The result of `do`; see `trio.to_thread.run_sync`."""
-
-
-# mypy does not see that `run_sync` needs no further positional arguments.
-in_thread: Background = trio.to_thread.run_sync  # type: ignore[assignment]
+in_thread: Background = trio.to_thread.run_sync

@@ -5,7 +5,6 @@ import json
 import zlib
 from typing import Any
 
-import httpx
 import pytest
 import trio
 from asgi import CHAT, COUNT_TOKENS, HELLO, JSON, MESSAGES, RESPONSES, Served, on_server, watched_streams
@@ -80,6 +79,9 @@ HISTORIES: list[tuple[str, list[Any], str, str | None]] = [
     (CHAT, [said({"type": "strange", "text": 3}), user(text("why"))], "[strange omitted]", "strange"),
     (CHAT, [{**SAID, "tool_calls": [{"id": "c", "type": "computer", "computer": {}}]}, user(text("why"))],
      "no\n[computer omitted]", "tool_calls.computer"),
+    # Some clients join what is said after an error to the message that was refused.
+    *((path, [user(image, text("what? "), text("never mind"))], "[image omitted]\nwhat? never mind", image["type"])
+      for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT))),
     (RESPONSES, [{"type": "reasoning", "content": [{"type": "sealed", "data": 3}]}, user(text("on"))], "", "sealed"),
     (RESPONSES, [user(text("a")), CALLED, output(INPUT), user(text("on"))], "[image omitted]", "input_image"),
     (RESPONSES, [user(text("a")), CALLED, output(text("b", "input_text"), INPUT)], "b\n[image omitted]", "input_image"),
@@ -129,16 +131,6 @@ async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(ser
         answer = await server.ask(path, body_of(path, [user(*parts), *more]))
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith(said)
-
-
-@on_server(limits=SHORT)
-async def test_an_image_is_no_error_once_the_user_says_more(server):
-    # Some clients join what is said after an error to the message that was refused.
-    for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT)):
-        asked = user(image, text("what is this?"), text("never mind, run the tests"))
-        answer = await server.ask(path, body_of(path, [asked]))
-        assert (answer.status, answer.headers[HEADER].endswith(image["type"])) == (200, True)
-        assert server.tokenizer.seen[-1][-1]["content"].startswith("[image omitted]\nwhat is this?")
 
 
 @on_server(limits=SHORT)
@@ -246,7 +238,7 @@ def calls(name: str, arguments: str = "{}") -> str:
     [
         (calls("mcp__docs__search"), {"type": "function_call", "name": "search", "namespace": "mcp__docs__"}),
         (calls("mcp__web__search"), {"type": "function_call", "name": "search", "namespace": "mcp__web"}),
-        (calls("search"), {"type": "function_call", "name": "search"}),
+        (calls("search", '{"a": "b"}'), {"type": "function_call", "name": "search", "arguments": '{"a": "b"}'}),
         (calls("apply_patch", '{"input": "a b"}'), {"type": "custom_tool_call", "name": "apply_patch", "input": "a b"}),
         (calls("apply_patch", '{"diff": "a"}'), {"type": "custom_tool_call", "input": '{"diff": "a"}'}),
         (calls("local_shell", '{"command": ["ls"]}'), {"type": "local_shell_call", "action": EXECUTES_LS}),
@@ -261,6 +253,7 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says, 
         streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
         for each in (response, streamed):
             assert fields.items() <= each["output"][0].items()
+            assert (each["status"], each["tools"]) == ("completed", asked["tools"])
         names = [tool["function"]["name"] for tool in server.tokenizer.told[-1]]
         assert names == ["mcp__docs__search", "mcp__web__search", "search", "apply_patch", "local_shell"]
         if fields["type"] == "message":
@@ -272,8 +265,9 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says, 
             answer = await server.ask(RESPONSES, {**asked, **before, "input": more, "max_output_tokens": 3})
             assert (answer.status, answer.headers.get(HEADER)) == (200, None)
             *_, called, returned = server.tokenizer.seen[-1]
-            assert [each["function"]["name"] for each in called["tool_calls"]] == [json.loads(says[11:-12])["name"]]
-            assert (returned["role"], returned["content"]) == ("tool", "done")
+            (same,) = called["tool_calls"]
+            assert (same["id"], same["function"]["name"]) == (call["call_id"], json.loads(says[11:-12])["name"])
+            assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", same["id"], "done")
 
     converse()
 
@@ -435,36 +429,6 @@ async def test_half_a_surrogate_pair_is_a_replacement_character(server):
 # --- limits, models and paths ---------------------------------------------------------------------
 
 
-# The clients take seconds to import.
-@pytest.mark.slow
-@on_server(limits=Limits(max_prompt_tokens=20))
-async def test_clients_know_by_the_error_that_a_context_is_full(server):
-    import anthropic
-    import httpx2
-    import openai
-    from langchain_core.exceptions import ContextOverflowError
-    from langchain_openai import ChatOpenAI
-
-    long = {"messages": [{"role": "user", "content": "word " * 20}]}
-    refused = {path: (await server.ask(path, long)).body for path in (CHAT, MESSAGES)}
-    for body in refused.values():
-        assert json.loads(body)["error"]["message"].startswith("prompt is too long: 116 tokens > 20 maximum")
-
-    def client_of(path: str, http: Any) -> Any:
-        respond = lambda request: http.Response(400, content=refused[path], headers=JSON)  # noqa: E731
-        return http.Client(transport=http.MockTransport(respond))
-
-    chat = client_of(CHAT, httpx)
-    with pytest.raises(openai.BadRequestError) as raised:
-        openai.OpenAI(api_key="a", http_client=chat).chat.completions.create(model="a", messages=[])
-    assert raised.value.code == "context_length_exceeded"
-    with pytest.raises(ContextOverflowError):
-        ChatOpenAI(model="a", api_key="a", http_client=chat).invoke("a")
-    messages = anthropic.Anthropic(api_key="a", http_client=client_of(MESSAGES, httpx2))
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 116 tokens > 20 maximum"):
-        messages.messages.create(model="a", max_tokens=1, messages=[])
-
-
 @pytest.mark.slow
 @on_server(limits=SHORT)
 async def test_anthropics_clients_get_the_models_in_their_form(server):
@@ -477,8 +441,6 @@ async def test_anthropics_clients_get_the_models_in_their_form(server):
     one = await server.ask("/v1/models/scripted", headers={"anthropic-version": "2023-06-01"})
     assert one.json == listed["data"][0]
     assert (await server.ask("/v1/models")).json["object"] == "list"
-    for path in ("//v1/chat/completions", "/v1//chat//completions/", "//chat/completions"):
-        assert (await server.ask(path, {**HELLO, "max_tokens": 1}, method="POST")).status == 200
 
 
 @on_server()

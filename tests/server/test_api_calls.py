@@ -2,10 +2,22 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from asgi import CHAT, COUNT_TOKENS, MESSAGES, RESPONSES, STREAMED, ScriptedCheck, Served, looping, simulated_server
+from asgi import (
+    CHAT,
+    COUNT_TOKENS,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    STREAMED,
+    ScriptedCheck,
+    Served,
+    looping,
+    simulated_server,
+)
 from assembled import assembled_chat, assembled_message, assembled_response, partial, text_of_message, text_of_response
 from scripted import ScriptedModel
 from sweeps import sweep
@@ -50,11 +62,26 @@ CASES = {
 }
 
 
+STORE = ResponseStore(1000, 10**7)
+
+
 def answer(request: GenerationRequest, tokenizer: Any = None) -> BegunAnswer:
     ids = (f"call_{i}" for i in itertools.count())
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
     splitter = AnswerSplitter(reader)
     return BegunAnswer(request, "tiny", tokenizer, splitter, lambda id: None)
+
+
+def serializer(path: str) -> Serializer:
+    """The serializer of an answer to a request in which nothing but text was asked for."""
+    if path == RESPONSES:
+        parsed = parse_response_request(b'{"input": "hello"}', STORE)
+        return ResponseSerializer(parsed, STORE, answer(parsed.generation))
+    body = json.dumps(HELLO).encode()
+    if path == MESSAGES:
+        return MessageSerializer(answer(parse_request(MessagesRequest, body).generation()))
+    request = parse_request(ChatRequest, body)
+    return ChatSerializer(request, answer(request.generation()))
 
 
 def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
@@ -73,93 +100,63 @@ def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
     return [json.loads(data) for data in sent if data != "[DONE]\n\n"]
 
 
+def told(path: str, body: Any) -> tuple[str, list[Any], list[str], str]:
+    """The text of a body, its calls and their ids, and why it has ended; arguments that are no JSON are text."""
+    if path == CHAT:
+        (choice,) = body["choices"]
+        message = choice["message"]
+        parts = message.get("tool_calls", ())
+        calls = [(part["function"]["name"], partial(part["function"]["arguments"])) for part in parts]
+        return message["content"] or "", calls, [part["id"] for part in parts], choice["finish_reason"]
+    if path == MESSAGES:
+        parts = [block for block in body["content"] if block["type"] == "tool_use"]
+        calls = [(block["name"], block["input"]) for block in parts]
+        return text_of_message(body), calls, [block["id"] for block in parts], body["stop_reason"]
+    parts = [item for item in body["output"] if item["type"] == "function_call"]
+    assert [item["status"] for item in parts[:-1]] == ["completed"] * len(parts[:-1])
+    assert parts == [] or parts[-1]["status"] == body["status"]
+    calls = [(item["name"], partial(item["arguments"])) for item in parts]
+    return text_of_response(body), calls, [item["call_id"] for item in parts], body["status"]
+
+
+# How events are put together, what is in one with arguments, and the ends: in calls, by itself, and cut off.
+OF_APIS: dict[str, tuple[Callable[[list[Any]], Any], str, tuple[str, str, str]]] = {
+    CHAT: (assembled_chat, '"arguments"', ("tool_calls", "stop", "length")),
+    MESSAGES: (assembled_message, "partial_json", ("tool_use", "end_turn", "max_tokens")),
+    RESPONSES: (assembled_response, "arguments.delta", ("completed", "completed", "incomplete")),
+}
 every_case = sweep("case", CASES)
-sizes = sweep("size", [1, 2, 7, 1000])
 
 
+@sweep("path", OF_APIS)
 @every_case
-@sizes
-def test_calls_are_tool_calls_of_a_chat(case, size):
+@sweep("size", [1, 2, 7, 1000])
+def test_calls_are_those_of_each_api_and_are_streamed_while_they_are_written(path, case, size):
     text, is_complete, said, calls = CASES[case]
+    assembled, of_arguments, (called, ended, cut_off) = OF_APIS[path]
     tokens = tokens_of(text, size, is_complete=is_complete)
-    body = parse_request(ChatRequest, b'{"messages": [{"role": "user", "content": "a"}]}')
-
-    def serializer() -> ChatSerializer:
-        return ChatSerializer(body, answer(body.generation()))
-
-    whole: Any = serializer().whole(tokens, STATISTICS)
-    for each in (whole, assembled_chat([event for event in streamed(serializer(), tokens) if "choices" in event])):
-        (choice,) = each["choices"]
-        found = [dict(call["function"]) for call in choice["message"].get("tool_calls", ())]
-        if each is whole or case != "a malformed call":  # its beginning was given as a call
-            assert (choice["message"]["content"] or "").strip() == said
+    whole: Any = serializer(path).whole(tokens, STATISTICS)
+    events = streamed(serializer(path), tokens)
+    for body in (whole, assembled(events)):
+        told_text, found, ids, end = told(path, body)
+        assert end == (cut_off if not is_complete else called if calls else ended)
+        # A call that breaks cannot be taken back from a stream; only a response can say that it is none.
+        is_left = case == "a malformed call" and body is not whole and path != RESPONSES
+        if not (is_left and path == CHAT):  # where its beginning is not given as text again
+            assert told_text.strip() == said
         if not is_complete:
-            assert found.pop()["arguments"] == text[text.rindex("{") :]
-        if each is not whole:
-            # A call that breaks cannot be taken back; its arguments are no JSON.
-            found = [call for call in found if is_json(call["arguments"])]
-        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
-        assert choice["finish_reason"] == ("length" if not is_complete else "tool_calls" if calls else "stop")
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-@every_case
-@sizes
-def test_calls_are_blocks_of_a_message(case, size):
-    text, is_complete, said, calls = CASES[case]
-    tokens = tokens_of(text, size, is_complete=is_complete)
-    request = parse_request(MessagesRequest, b'{"messages": [{"role": "user", "content": "a"}]}').generation()
-    whole: Any = MessageSerializer(answer(request)).whole(tokens, STATISTICS)
-    message = assembled_message(streamed(MessageSerializer(answer(request)), tokens))
-    assert text_of_message(message) == text_of_message(whole) == said
-    uses = [block for block in whole["content"] if block["type"] == "tool_use"]
-    if not is_complete:
-        assert uses.pop()["input"] == {}
-    assert [(use["name"], use["input"]) for use in uses] == calls
-    assert len({use["id"] for use in uses}) == len(uses)
-    # A call that breaks cannot be taken back; its input is no object.
-    given = [block for block in message["content"] if block["type"] == "tool_use" and block["input"] != partial("")]
-    assert [(use["name"], use["input"]) for use in given if isinstance(use["input"], dict)] == calls
-    expected = "max_tokens" if not is_complete else "tool_use" if calls else "end_turn"
-    assert message["stop_reason"] == whole["stop_reason"] == expected
-
-
-@every_case
-@sizes
-def test_calls_are_items_of_a_response(case, size):
-    text, is_complete, said, calls = CASES[case]
-    tokens = tokens_of(text, size, is_complete=is_complete)
-    store = ResponseStore(2, 10**6)
-
-    def serializer() -> ResponseSerializer:
-        parsed = parse_response_request(b'{"input": "a"}', store)
-        return ResponseSerializer(parsed, store, answer(parsed.generation))
-
-    whole: Any = serializer().whole(tokens, STATISTICS)
-    response = assembled_response(streamed(serializer(), tokens))
-    for each in (whole, response):
-        assert text_of_response(each) == said
-        items = [item for item in each["output"] if item["type"] == "function_call"]
-        if not is_complete:
-            cut = items.pop()
-            assert (cut["status"], cut["arguments"]) == ("incomplete", text[text.rindex("{") :])
-        assert all(item["status"] == "completed" for item in items)
-        assert [(item["name"], json.loads(item["arguments"])) for item in items] == calls
-        assert [item["call_id"] for item in items] == list(dict.fromkeys(item["call_id"] for item in items))
-        assert each["status"] == ("completed" if is_complete else "incomplete")
-        # What a later response continues.
-        kept = store.get(each["id"])
-        messages = json.loads(kept.messages)
-        assert messages[0] == {"role": "user", "content": "a"}
-        stored = [call["id"] for message in messages[1:] for call in message.get("tool_calls", ())]
-        assert stored == [item["call_id"] for item in items]
+            begun = {} if path == MESSAGES and body is whole else text[text.rindex("{") :]
+            assert found.pop()[1] == begun
+        assert [call for call in found if not is_left or isinstance(call[1], dict)] == calls
+        assert len(set(ids)) == len(ids)
+        if path == RESPONSES:
+            # What a later response continues.
+            first, *more = json.loads(STORE.get(body["id"]).messages)
+            assert first == {"role": "user", "content": "hello"}
+            kept = [call["id"] for message in more for call in message.get("tool_calls", ())]
+            assert kept == ids[: len(calls)]
+    num_pieces = sum(of_arguments in json.dumps(event) for event in events)
+    assert size > 1 or calls == [] or num_pieces > 4
 
 
 # --- with a server ---------------------------------------------------------------------------------
@@ -205,87 +202,49 @@ async def test_a_message_calls_a_tool_and_takes_its_result(server):
     result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
     more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
     assert (await server.ask(MESSAGES, {**asked, "messages": [USER, *more], "max_tokens": 4})).status == 200
-    assert_called_and_returned(server, id)
-
-
-def assert_called_and_returned(server: Served, id: str) -> None:
-    """Assert that the template was given a call of this id last, and its result."""
     *_, called, returned = server.tokenizer.seen[-1]
     assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
     assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
 
 
-@on_calling_server(OSLO)
-async def test_a_response_calls_a_function_and_takes_its_output(server):
-    tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
-    asked = {"input": "weather", "tools": tools, "max_output_tokens": 300}
-    response = (await server.ask(RESPONSES, asked)).json
-    streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
-    for each in (response, streamed):
-        assert [(item["name"], item["arguments"]) for item in each["output"]] == [("weather", '{"city": "oslo"}')]
-        assert (each["status"], each["tools"][0]["name"]) == ("completed", "weather")
-    assert server.tokenizer.told == [[WEATHER], [WEATHER]]
-    id = response["output"][0]["call_id"]
-    output = {"type": "function_call_output", "call_id": id, "output": "mild"}
-    more = {"input": [output], "previous_response_id": response["id"]}
-    for body in (more, {"input": [USER, *response["output"], output]}):
-        assert (await server.ask(RESPONSES, {**asked, **body, "max_output_tokens": 4})).status == 200
-        assert_called_and_returned(server, id)
-
-
-def chat_tools(*names: str, **fields: Any) -> Any:
-    """The tools of a chat with some functions."""
-    tools = [function_of(name=name, parameters={"type": "object"} if len(names) == 1 else None) for name in names]
-    body = {"messages": [USER], "tools": tools, **fields}
-    return parse_request(ChatRequest, json.dumps(body).encode()).generation().chat.tools
-
-
-@sweep(
-    ("choice", "wanted", "is_parallel"),
-    [
-        ({"type": "auto"}, "auto", None),
-        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
-        ({"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}, None),
-        ({"type": "none"}, "none", None),
-    ],
-)
-def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice, wanted, is_parallel):
-    tools = [{"name": "f", "input_schema": {"type": "object"}}]
-    body = {"messages": [USER], "max_tokens": 8, "tools": tools, "tool_choice": choice}
-    request = parse_request(MessagesRequest, json.dumps(body).encode()).generation()
-    assert request.chat.tools == chat_tools("f", tool_choice=wanted, parallel_tool_calls=is_parallel)
-
-
 ALLOWED = {"type": "allowed_tools", "mode": "required"}
-TOLD_IN_A_CHAT = {"mode": "required", "tools": [function_of(name="g")]}
-ALLOWED_IN_A_CHAT = {"type": "allowed_tools", "allowed_tools": TOLD_IN_A_CHAT}
+IN_A_CHAT = {"mode": "required", "tools": [function_of(name="g")]}
 
 
 @sweep(
-    ("choice", "wanted"),
+    ("path", "choice", "fields"),
     [
-        ("required", "required"),
-        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
-        ({**ALLOWED, "tools": [{"type": "function", "name": "g"}]}, ALLOWED_IN_A_CHAT),
+        (MESSAGES, {"type": "auto"}, {"tool_choice": "auto"}),
+        (
+            MESSAGES,
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (MESSAGES, {"type": "tool", "name": "f"}, {"tool_choice": function_of(name="f")}),
+        (MESSAGES, {"type": "none"}, {"tool_choice": "none"}),
+        (RESPONSES, "required", {"tool_choice": "required"}),
+        (RESPONSES, {"type": "function", "name": "f"}, {"tool_choice": function_of(name="f")}),
+        (
+            RESPONSES,
+            {**ALLOWED, "tools": [{"type": "function", "name": "g"}]},
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": IN_A_CHAT}},
+        ),
     ],
 )
-def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice, wanted):
-    body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
-    request = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).generation
-    assert request.chat.tools == chat_tools("f", "g", tool_choice=wanted)
+def test_a_tool_choice_is_that_of_a_chat(path, choice, fields):
+    chat = {"messages": [USER], "tools": [function_of(name=name) for name in "fg"], **fields}
+    expected = parse_request(ChatRequest, json.dumps(chat).encode()).generation()
+    type = {"type": "function"} if path == RESPONSES else {}
+    asked = {"messages": [USER], "input": [USER], "tools": [{**type, "name": name} for name in "fg"]}
+    body = json.dumps({**asked, "tool_choice": choice}).encode()
+    if path == RESPONSES:
+        request = parse_response_request(body, STORE).generation
+    else:
+        request = parse_request(MessagesRequest, body).generation()
+    assert request.chat.tools == expected.chat.tools
 
 
 # --- what is special of chats ---------------------------------------------------------------------
-
-
-@on_calling_server(OSLO)
-async def test_arguments_are_streamed_while_they_are_written(server):
-    streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
-    choices = [choice for event in streamed.events for choice in event["choices"]]
-    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-    deltas = [call["function"]["arguments"] for call in calls]
-    assert "".join(deltas) == '{"city": "oslo"}'
-    assert len(deltas) > 4
 
 
 BARE = '{"name": "clock", "arguments": {}}'

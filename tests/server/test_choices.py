@@ -94,50 +94,32 @@ async def test_each_prompt_of_a_list_has_its_answers(server):
     assert texts(streamed) == alone
 
 
-@on_server()
-async def test_a_prompt_is_read_once_for_all_of_its_answers(server):
-    prompt = "def f and g, " * 4
-    answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, "n": 4})
-
-    def num_read() -> int:
-        spans = server.simulation.spans("target", "prefill")
-        return sum(span.num_read for span in spans)
-
-    assert (num_once := num_read()) == len(server.tokenizer.encode(prompt)) - 1
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    each = {"prompt": prompt, **SAMPLED, "n": 4, "cache_prompt": False}
-    assert texts(await asked(server, COMPLETIONS, each)) == texts(answer)
-    assert num_read() == num_once * 5
-
-
-async def assert_ended(server: Served, one: Any, *, fails: bool) -> None:
-    """Assert that a request has ended by the failure of an answer, or because its client has left."""
-    assert server.simulation.runtime.num_streams == 0
-    assert await server.outcomes() == {"failed" if fails else "cancelled": 1}
-    if not fails:
-        return
-    if one.headers["content-type"].startswith("text/event-stream"):
-        assert "error" in one.events[-1]
-        assert not one.is_done
-    else:
-        assert one.status == 503
-
-
 @sweep("fails", [False, True])
 @STREAMED
-@on_server()
-async def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(server, stream, fails):
-    seen = watched_streams(server)
-    async with server.exchange(CHAT, {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}) as one:
-        await trio.sleep(1.0)  # simulated
-        assert len(seen) == 4
-        assert all(each.finish_reason is None for _, each in seen)
-        if fails:
-            seen[1][1].close()  # as the runtime does with a stream that fails
-        else:
-            one.leave()
-    assert all(each.is_closed and each.finish_reason is None for _, each in seen)
-    await assert_ended(server, one, fails=fails)
+@sweep(("max_streams", "max_tokens", "after_s"), [(8, 500, 1), (1, 3, 60)])  # all at once, or in turn
+def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(max_streams, max_tokens, after_s, stream, fails):
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        body = {"prompt": "def f", "n": 8, "max_tokens": max_tokens, "stream": stream}
+        async with server.exchange(COMPLETIONS, body) as one:
+            await trio.sleep(after_s)  # simulated: in one of the answers
+            num_begun = len(seen)
+            if fails:
+                seen[-1][1].close()  # as the runtime does with a stream that fails
+            else:
+                one.leave()
+        assert (1 < num_begun < 8) if max_streams == 1 else num_begun == 8
+        assert len(seen) == num_begun
+        assert all(each.is_closed and each.finish_reason is None for _, each in seen[-max_streams:])
+        assert server.simulation.runtime.num_streams == 0
+        assert await server.outcomes() == {"failed" if fails else "cancelled": 1}
+        if fails and stream:
+            assert "error" in one.events[-1]
+            assert not one.is_done
+        elif fails:
+            assert one.status == 503
+
+    simulated_server(test, max_streams=max_streams)
 
 
 @on_server(settings={"seed": 7})
@@ -147,13 +129,6 @@ async def test_answers_differ_where_the_seed_is_the_servers(server):
     assert len(set(named)) == 3
     assert texts(await asked(server, COMPLETIONS, {**body, "n": 3})) == named
     assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
-
-
-@on_server()
-async def test_biases_of_texts_are_those_of_all_prompts(server):
-    seen = watched_streams(server)
-    await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
-    assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
 
 
 # --- more answers than the models work on at once ---------------------------------------------------
@@ -194,32 +169,6 @@ async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response
     assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
-@on_server(ScriptedModel(looping, context_length=40), max_streams=1)
-async def test_prompts_that_begin_later_are_checked_before_any_begins(server):
-    seen = watched_streams(server)
-    answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
-    assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
-    assert seen == []
-
-
-@sweep("fails", [False, True])
-@STREAMED
-@on_server(max_streams=1)
-async def test_a_client_that_leaves_or_an_answer_that_fails_ends_a_request_whose_answers_have_not_all_begun(
-    server, stream, fails
-):
-    seen = watched_streams(server)
-    async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
-        await trio.sleep(60)  # simulated: in one of the first answers
-        num_begun = len(seen)
-        if fails:
-            seen[-1][1].close()
-        else:
-            one.leave()
-    assert 1 < num_begun == len(seen) < 8
-    await assert_ended(server, one, fails=fails)
-
-
 # --- echoes ---------------------------------------------------------------------------------------
 
 
@@ -229,41 +178,41 @@ def logits_of(script: Any, history: list[int]) -> list[float]:
     return [each - total for each in logits]
 
 
-@sweep("max_tokens", [0, 1, 5])
 @STREAMED
+@sweep(("max_tokens", "echo"), [(0, True), (1, True), (5, True), (5, False)])
+@sweep("num_top", [0, 2])
 @on_server()
-async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(server, max_tokens, stream):
+async def test_log_probabilities_of_a_text_and_of_the_prompt_that_it_repeats(server, max_tokens, echo, num_top, stream):
     prompt = "def f and g"
     ids = server.tokenizer.encode(prompt)
-    body = {"prompt": [ids], "temperature": 0, "max_tokens": max_tokens, "logprobs": 2, "echo": True, "seed": 1234}
-    generated = ""
-    if max_tokens:
-        plain = {"prompt": prompt, "max_tokens": max_tokens}
-        generated = texts(await asked(server, COMPLETIONS, plain))[0]
+    body = {"prompt": [ids], "max_tokens": max_tokens, "logprobs": num_top, "echo": echo, "stream": stream}
+    generated = (await direct(server, {"prompt": prompt}, max_tokens=max_tokens)).text if max_tokens else ""
+    answer = await server.ask(COMPLETIONS, body)
+    choices = [choice for event in (answer.events if stream else [answer.json]) for choice in event["choices"]]
     if stream:
-        events = (await server.ask(COMPLETIONS, {**body, "stream": True})).events
-        assert "".join(choice["text"] for event in events for choice in event["choices"]) == prompt + generated
-        *before, last = [choice for event in events for choice in event["choices"]]
+        *before, last = choices
         # Some clients do not look for text where they find a finish reason.
-        assert (last["text"], last["finish_reason"]) == ("", "length")
-        assert {choice["finish_reason"] for choice in before} == {None}
-        return
-    answer = await asked(server, COMPLETIONS, body)
-    (choice,) = answer["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (prompt + generated, "length")
-    logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == list(prompt + generated)
-    assert logprobs["text_offset"] == list(range(len(ids) + max_tokens))
-    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    told = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        assert (last["text"], {choice["finish_reason"] for choice in before}) == ("", {None})
+    else:
+        usage = answer.json["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), max_tokens)
+    begin = 0 if echo else len(prompt)
+    text = (prompt + generated)[begin:]
+    assert ("".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]) == (text, "length")
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+    joined = {name: [each for part in parts for each in part[name]] for name in parts[0]}
+    assert (joined["tokens"], joined["text_offset"]) == (list(text), list(range(len(text))))
     whole = server.tokenizer.encode(prompt + generated)
-    for end, (logprob, top) in list(enumerate(told))[1:]:
+    told = zip(joined["token_logprobs"], joined["top_logprobs"], strict=True)
+    for end, (logprob, top) in enumerate(told, start=begin):
+        if end == 0:
+            assert logprob is top is None
+            continue
         expected = logits_of(looping, whole[:end])
-        assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
-        named = {*sorted(expected)[-2:], expected[whole[end]]}
+        assert logprob == top[(prompt + generated)[end]] == pytest.approx(expected[whole[end]], abs=1e-4)
+        named = {*sorted(expected)[len(expected) - num_top :], expected[whole[end]]}
         assert sorted(top.values()) == pytest.approx(sorted(named), abs=1e-4)
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(ids), max_tokens)
-    assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
+    assert await server.outcomes() == {"finished": 1}
 
 
 @on_server()
@@ -412,32 +361,10 @@ async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server):
 # --- fill in the middle ----------------------------------------------------------------------------
 
 
-class Coder(Letters):
-    """A tokenizer some of whose characters are called fill-in-the-middle tokens."""
-
-    bos_token, bos_token_id = ":", Letters.ALPHABET.index(":")
-
-    def __init__(self, **markers: str) -> None:
-        self.markers = markers
-        super().__init__()
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
-        begin = [self.bos_token_id] if "begins" in self.markers and add_special_tokens else []
-        return begin + super().encode(text)
-
-    def get_vocab(self) -> dict[str, int]:
-        named = {name: self.ALPHABET.index(letter) for letter, name in self.markers.items() if len(letter) == 1}
-        return {letter: i for i, letter in enumerate(self.ALPHABET)} | named
+# `Letters` has the tokens of one family; test_fill_in_middle.py has all families, with their tokenizers.
 
 
-# test_fill_in_middle.py has all families, with their tokenizers.
-FAMILIES = [
-    ({"P": "<|fim_prefix|>", "S": "<|fim_suffix|>", "M": "<|fim_middle|>"}, "Pdef fSreturnM"),
-    ({"P": "[PREFIX]", "S": "[SUFFIX]", "begins": ""}, ":SreturnPdef f"),
-]
-
-
-@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+@on_server()
 async def test_an_editor_s_completions_are_answered_in_either_form(server):
     """The requests of Continue's providers `mistral`, and `openai` and `vllm`, which write the markers themselves."""
     stop = ["/src/", "#- coding: utf-8", "```"]
@@ -456,7 +383,7 @@ async def test_an_editor_s_completions_are_answered_in_either_form(server):
         assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
 
 
-@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+@on_server()
 async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on(server):
     answer = await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
     assert answer["object"] == "chat.completion"
@@ -465,7 +392,7 @@ async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_g
     assert [server.tokenizer.decode(instant.tokens) for instant in begun] == ["PabSM", "ab"]
 
 
-@on_server(always({"S": 9.0, "x": 5.0}), tokenizer=Coder(**FAMILIES[0][0]))
+@on_server(always({"S": 9.0, "x": 5.0}))
 async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]
@@ -478,7 +405,7 @@ async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server):
 STOPS_AT_X = {"stop_tokens": [Letters.ALPHABET.index("x")]}
 
 
-@on_server(always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings=STOPS_AT_X)
+@on_server(always({"x": 9.0}), settings=STOPS_AT_X)
 async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server):
     body = {"prompt": "ab", "max_tokens": 6}
     assert texts(await asked(server, FIM, body)) == [""]

@@ -10,6 +10,7 @@ from asgi import (
     CHAT,
     HELLO,
     MESSAGES,
+    MODEL,
     RESPONSES,
     STREAMED,
     Exchange,
@@ -17,6 +18,7 @@ from asgi import (
     Served,
     answering,
     direct,
+    figures,
     looping,
     models,
     on_server,
@@ -132,6 +134,13 @@ async def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(server, s
     assert (answer.status, is_streamed(answer)) == ((200, True) if stream else (503, False))
     assert not answer.is_done
     assert await server.outcomes() == {"failed": 1}
+    later = await server.ask(api.path, api.asked)
+    assert (later.status, api.error(later)[1]) == (503, kind)
+    health = await server.ask("/health")
+    assert health.status == 503
+    assert {"ok": False, "target": False, "status": "broken"}.items() <= health.json.items()
+    found = await figures(server.app)
+    assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (0, 0)
     if api.path == RESPONSES and stream:
         id = answer.named_events[-1]["response"]["id"]
         assert (await server.ask(f"{RESPONSES}/{id}")).status == 404

@@ -1,48 +1,34 @@
-"""Fill-in-the-middle with real tokenizers, made as those of the families are: BPE of the library `tokenizers`.
+"""Fill-in-the-middle with real tokenizers, to which the tokens of the families are added.
 
-Their vocabularies are small. What counts is how texts and markers are told apart, and where spaces are added.
+What counts is how texts and markers are told apart, and where spaces are added.
 """
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from other_vocabularies import sentencepiece
+from sample_tokenizers import demo
 from sweeps import sweep
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
 
 from runtime.server.models.fill_in_middle import fill_in_middle
 
-CODE = [
-    "def quicksort(items):\n    if len(items) < 2:\n        return items\n",
-    "    return quicksort(less) + [pivot] + quicksort(more)\n\n\nfor item in items: print(item)\n",
-]
 PAIRS = [
     *[("def f(x):\n    ", "\n    return x\n"), ("items = quick", "(items)\n"), (" two spaces ", "  in front")],
     *[("", " return items"), ("def f(", ""), ("naïve 🙂 = 1", "🙂 中文\n")],
 ]
 pairs = sweep(("prefix", "suffix"), PAIRS)
-QWEN_PARTS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
-def byte_level(
-    parts: pre_tokenizers.PreTokenizer, markers: list[str], *, is_special: bool, begin: str | None = None, **tokens: str
-) -> TokenizerWrapper:
-    """A byte-level tokenizer; its markers are added tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = parts, decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        CODE, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False) for name in markers])
-    return wrapped(tokenizer, begin, **tokens)
+def copied(tokenizer: TokenizerWrapper) -> Tokenizer:
+    return Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
 
 
-def wrapped(tokenizer: Tokenizer, begin: str | None, **tokens: str) -> TokenizerWrapper:
+def wrapped(tokenizer: Tokenizer, begin: str | None = None, **tokens: str) -> TokenizerWrapper:
     tokenizer.add_special_tokens(list(dict.fromkeys([*filter(None, [begin]), *tokens.values()])))
     if begin is not None:
         ids = [(begin, tokenizer.token_to_id(begin))]
@@ -51,45 +37,33 @@ def wrapped(tokenizer: Tokenizer, begin: str | None, **tokens: str) -> Tokenizer
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens))
 
 
-def pieces(markers: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary and the merges of a tokenizer like sentencepiece's, with bytes for what has no token."""
-    names = ["<unk>", "<s>", "</s>", *markers, *(f"<0x{byte:02X}>" for byte in range(256))]
-    letters = sorted({*"".join(CODE).replace(" ", "▁").replace("\n", ""), "▁", "x", "f", "1"})
-    merges = [("▁", "r"), ("▁", "i"), ("i", "t"), ("e", "m"), ("▁", "▁"), ("▁i", "t"), ("▁it", "em"), ("▁", "x")]
-    tokens = dict.fromkeys([*names, *letters, *("".join(merge) for merge in merges)])
-    return {token: id for id, token in enumerate(tokens)}, merges
+def byte_level(markers: list[str], *, is_special: bool, begin: str | None = None, **tokens: str) -> TokenizerWrapper:
+    """A byte-level tokenizer; its markers are added tokens."""
+    tokenizer = copied(demo())
+    tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False) for name in markers])
+    return wrapped(tokenizer, begin, **tokens)
 
 
 def codestral() -> TokenizerWrapper:
-    vocabulary, merges = pieces(["[SUFFIX]", "[PREFIX]", "[MIDDLE]"])
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    tokenizer = copied(sentencepiece().tokenizer)
     tokenizer.add_special_tokens(["[SUFFIX]", "[PREFIX]", "[MIDDLE]"])
     return wrapped(tokenizer, "<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def code_llama() -> TokenizerWrapper:
-    vocabulary, merges = pieces(["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"])
-    return TokenizerWrapper(CodeLlamaTokenizer(vocab=vocabulary, merges=merges))
+    model = json.loads(copied(sentencepiece().tokenizer).to_str())["model"]
+    vocabulary = list(dict.fromkeys([*model["vocab"], "▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"]))
+    merges = [tuple(merge) for merge in model["merges"]]
+    return TokenizerWrapper(CodeLlamaTokenizer(vocab={token: id for id, token in enumerate(vocabulary)}, merges=merges))
 
 
 def code_gemma() -> TokenizerWrapper:
-    markers = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"]
-    vocabulary, merges = pieces(markers)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = copied(sentencepiece().tokenizer)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens(markers)
+    tokenizer.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"])
     return wrapped(tokenizer, "<bos>", eos_token="<eos>", unk_token="<unk>")
 
-
-GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-OF_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-QWEN = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_PARTS), "isolated"), OF_WORDS])
-DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
 
 # As a model card has it: the prompt as one text, and what begins it; and tokens that end the middle.
 Card = tuple[Callable[[], TokenizerWrapper], str, tuple[str, ...]]
@@ -101,17 +75,17 @@ DEEP_MARKERS = ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"
 DEEP_ENDS = {"begin": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
 BY_CARD: dict[str, Card] = {
     "Qwen2.5-Coder": (
-        lambda: byte_level(QWEN, QWEN_MARKERS, is_special=False, **QWEN_ENDS),
+        lambda: byte_level(QWEN_MARKERS, is_special=False, **QWEN_ENDS),
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
         ("<|fim_pad|>", "<|endoftext|>", "<|file_sep|>", "<|repo_name|>"),
     ),
     "StarCoder2": (
-        lambda: byte_level(DIGITS, STAR_MARKERS, is_special=True, **STAR_ENDS),
+        lambda: byte_level(STAR_MARKERS, is_special=True, **STAR_ENDS),
         "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
         ("<|endoftext|>", "<fim_pad>", "<file_sep>"),
     ),
     "DeepSeek-Coder": (
-        lambda: byte_level(GPT2, DEEP_MARKERS, is_special=False, **DEEP_ENDS),
+        lambda: byte_level(DEEP_MARKERS, is_special=False, **DEEP_ENDS),
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
         ("<｜fim▁hole｜>",),
     ),
@@ -165,4 +139,4 @@ def test_sentencepiece_puts_a_space_in_front_of_the_prefix_alone(family, prefix,
 
 
 def test_a_tokenizer_without_such_tokens_fills_in_nothing():
-    assert fill_in_middle(byte_level(GPT2, ["<fim_prefix>", "<fim_suffix>"], is_special=True)) is None
+    assert fill_in_middle(byte_level(["<fim_prefix>", "<fim_suffix>"], is_special=True)) is None

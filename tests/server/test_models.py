@@ -139,17 +139,6 @@ async def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgott
     assert server.loads.history == [("load", "a")]
 
 
-@with_models(A)
-async def test_a_load_that_has_begun_is_finished_for_the_next_client(server):
-    async with server.completing("a") as leaving:
-        await trio.sleep(1)
-        leaving.leave()
-    began = trio.current_time()
-    assert (await server.complete("a")).status == 200
-    assert began + LOAD_S - 2 < trio.current_time() < began + 2 * LOAD_S - 2
-    assert server.loads.history == [("load", "a")]
-
-
 async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojump_clock):
     for seconds in (0.0, 1.0, LOAD_S, LOAD_S + 1):
         with trio.CancelScope() as scope:

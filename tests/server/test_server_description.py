@@ -14,19 +14,21 @@ from asgi import (
     COUNT_TOKENS,
     FIM,
     MESSAGES,
+    MODEL,
     RESPONSES,
     Exchange,
-    Served,
     on_server,
-    simulated_server,
 )
 from assembled import adapter
-from every_response import KEYED, all_seen
+from every_response import all_seen
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 from sweeps import sweep
+
+from runtime.server.app import OPERATIONS
+from runtime.server.operations import description
 
 PAGES = {"/", "/page", "/docs", "/openapi.json"}
 
@@ -41,39 +43,25 @@ def closed(schema: Any) -> Any:
     return {"additionalProperties": False, **result} if "properties" in schema else result
 
 
-class Description:
-    """A description whose schemas validate responses."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
-        self._registry = Registry().with_resource("urn:all", DRAFT202012.create_resource(content))
-
-    def validate(self, value: Any, *location: str) -> None:
-        """Raises: jsonschema.ValidationError: a value is not as the schema at a location says."""
-        pointer = "/".join(name.replace("/", "~1") for name in location)
-        Draft202012Validator({"$ref": f"urn:all#/{pointer}"}, registry=self._registry).validate(value)
-
-
-def check(description: Description, path: str, answer: Exchange) -> tuple[str, str, str, str]:
-    """Validate a response against its description, of which all schemas are `closed`.
+def check(registry: Registry[Any], path: str, answer: Exchange) -> tuple[str, str, str, str]:
+    """Validate a response against its description, `urn:all` of the registry, of which all schemas are `closed`.
 
     Returns: path, method, status and content type of the response.
     """
     method, status = answer.scope["method"].lower(), str(answer.status)
     content_type = answer.headers["content-type"].partition(";")[0]
     at = ("paths", path, method, "responses", status, "content", content_type, "schema")
-    if content_type == "application/json":
-        description.validate(answer.json, *at)
-    else:
-        description.validate(answer.body.decode(), *at)
+    pointer = "/".join(name.replace("/", "~1") for name in at)
+    value = answer.json if content_type == "application/json" else answer.body.decode()
+    Draft202012Validator({"$ref": f"urn:all#/{pointer}"}, registry=registry).validate(value)
     return path, method, status, content_type
 
 
-def described(description: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+def described(content: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     """Path, method, status and content type of every response that there may be."""
     return {
         (path, method, status, content_type)
-        for path, operations in description["paths"].items()
+        for path, operations in content["paths"].items()
         for method, operation in operations.items()
         for status, response in operation["responses"].items()
         for content_type in response["content"]
@@ -90,29 +78,10 @@ async def test_the_description_has_the_routes_of_the_application_but_for_its_pag
     assert {path: set(operations) for path, operations in paths.items()} == routes
 
 
-def description_with_key() -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
-
-    async def ask(server: Served) -> None:
-        found.append((await server.ask("/openapi.json")).json)
-
-    simulated_server(ask, **KEYED)
-    return found[0]
-
-
-def test_operations_have_summaries_and_the_page_shows_texts_verbatim():
-    description = description_with_key()
-    operations = [each for methods in description["paths"].values() for each in methods.values()]
-    summaries = [each["summary"] for each in operations]
-    assert len(set(summaries)) == len(summaries)
-    shown = [*summaries, description["info"]["description"], *(each.get("description", "") for each in operations)]
-    shown += [response["description"] for each in operations for response in each["responses"].values()]
-    assert not [text for text in shown if "`" in text]
-
-
 def test_every_response_is_as_described_and_every_described_response_is_given():
-    description = Description(closed(description_with_key()))
-    assert {check(description, path, answer) for path, answer in all_seen()} == described(description.content)
+    content = closed(description(OPERATIONS, MODEL, has_key=True))
+    registry = Registry().with_resource("urn:all", DRAFT202012.create_resource(content))
+    assert {check(registry, path, answer) for path, answer in all_seen()} == described(content)
 
 
 # --- the clients' schemas -------------------------------------------------------------------------

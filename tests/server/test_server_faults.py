@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -129,34 +129,25 @@ class Served:
 
 
 @asynccontextmanager
-async def served(
-    target: ScriptedModel | None = None,
-    draft: ScriptedModel | None = None,
-    *,
-    patience: Limits | None = None,
-    limits: Limits | None = None,
-    seconds: float = 0.0,
-    sending_bytes: int | None = None,
-    hosts: Sequence[str] = ("*",),
-) -> AsyncIterator[Served]:
-    """A server over scripted models.
+async def served(*, seconds: float = 0.0, sending_bytes: int | None = None, **limits: Any) -> AsyncIterator[Served]:
+    """A server over scripted models that mostly agree.
 
     Args:
-        target, draft: the models; such as mostly agree, where none are given.
-        patience, limits: the server's.
         seconds: that a pass takes.
         sending_bytes: room for what clients have not read.
-        hosts: see `Service`.
+        limits: the server's, see `Limits`.
     """
-    target, draft = target or ScriptedModel(truthful), draft or ScriptedModel(agreeing(0.7))
+    bounds = Limits(max_waiting=MANY, **limits)
     price = priced(prefill=seconds, draft=seconds / 8, verify=seconds, decode=seconds, probe=seconds)
     # Warm what is imported or made late, such as the selector of threads.
     await trio.to_thread.run_sync(lambda: None)
     async with (
-        simulated(target, draft, tokenizer=Spelling(), max_streams=4, price=price) as simulation,
+        simulated(
+            ScriptedModel(truthful), ScriptedModel(agreeing(0.7)), tokenizer=Spelling(), max_streams=4, price=price
+        ) as simulation,
         pool_of(simulation.runtime, "scripted", Timelines()) as models,
     ):
-        app = application(models, Service(limits=attrs.evolve(limits or Limits(), max_waiting=MANY), hosts=hosts))
+        app = application(models, Service(bounds))
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=MANY)
         port = listeners[0].socket.getsockname()[1]
         if sending_bytes is not None:
@@ -170,7 +161,7 @@ async def served(
                     await app.admission.wait_drained()
 
                 async def run() -> None:
-                    await serve(app, listeners, server.stop.wait, patience or Limits(), drain)
+                    await serve(app, listeners, server.stop.wait, bounds, drain)
                     server.is_over.set()
 
                 nursery.start_soon(run)
@@ -237,7 +228,7 @@ STEP = 61
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind):
-    async with served(patience=Limits(idle_s=0.5)) as server:
+    async with served(idle_s=0.5) as server:
 
         async def go(num_bytes: int) -> None:
             with await connect(server.port) as client:
@@ -256,7 +247,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(ki
 @pytest.mark.slow
 @sweep("kind", REQUESTS)
 async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind):
-    async with served(patience=Limits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
+    async with served(idle_s=0.2, body_s=0.2) as server:
         statuses: list[int] = []
 
         async def fall_silent(num_bytes: int) -> None:
@@ -400,7 +391,7 @@ async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_
 
 @sweep("size", [1, 1000, 2**16])
 async def test_too_long_a_body_is_answered_while_it_is_sent(size):
-    async with client_of(limits=Limits(max_body_bytes=5000)) as (client, _):
+    async with client_of(max_body_bytes=5000) as (client, _):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send, request("POST", "/v1/completions", b" " * 2**20, chunks=size))
             answer = await told(client)
@@ -469,27 +460,13 @@ async def nobody_is_let_in(port: int) -> None:
 
 async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch):
     monkeypatch.setattr(endpoint, "_MAX_BUFFERED", 100)
-    async with served(sending_bytes=SMALL, patience=Limits(stalled_s=MANY, grace_s=0.1)) as server:
+    async with served(sending_bytes=SMALL, stalled_s=MANY, grace_s=0.1) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
             await stalled.send(ENDLESS)
             await quiet(server.simulation)
             server.stop.set()
             assert await idle.hear_all() == b""
             await server.is_over.wait()
-
-
-async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped():
-    async with served(seconds=0.001, patience=Limits(grace_s=MANY)) as server:
-        with await connect(server.port) as client:
-            await client.send(completion(num_tokens=100, stream=True))
-            await client.head()
-            server.stop.set()
-            events = []
-            while (event := await client.event()) is not None:
-                events.append(event)
-            await server.is_over.wait()
-        assert '"finish_reason":"length"' in events[-1]
-        await nobody_is_let_in(server.port)
 
 
 def assert_refused(answer: Answer) -> None:
@@ -499,7 +476,7 @@ def assert_refused(answer: Answer) -> None:
 
 
 async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere():
-    async with served(patience=Limits(grace_s=MANY)) as server:
+    async with served(grace_s=MANY) as server:
         with await connect(server.port) as client, await connect(server.port) as kept:
             await client.send(ENDLESS)
             await client.head()
@@ -517,7 +494,7 @@ async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere():
 
 
 async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops():
-    async with served(patience=Limits(grace_s=MANY, idle_s=MANY)) as server:
+    async with served(grace_s=MANY, idle_s=MANY) as server:
         with await connect(server.port) as silent, await connect(server.port) as idle:
             await told(idle, REQUESTS["health"])
             server.stop.set()
@@ -527,7 +504,7 @@ async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops():
 
 
 async def test_more_connections_than_may_be_wait_for_others_to_end():
-    async with served(patience=Limits(max_connections=2)) as server:
+    async with served(max_connections=2) as server:
         with await connect(server.port) as first, await connect(server.port) as second:
             for client in (first, second):
                 await client.send(completion(num_tokens=10**6, stream=True))
@@ -542,7 +519,7 @@ async def test_more_connections_than_may_be_wait_for_others_to_end():
 
 
 async def test_the_longest_idle_connection_makes_room_for_another_client():
-    async with served(patience=Limits(max_connections=3, idle_s=MANY)) as server:
+    async with served(max_connections=3, idle_s=MANY) as server:
         # Busy before the others come: until its request is read, it is the one that has been idle for the longest.
         busy = await connect(server.port)
         await busy.send(completion(num_tokens=10**6, stream=True))
@@ -559,7 +536,7 @@ async def test_the_longest_idle_connection_makes_room_for_another_client():
 
 
 async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits():
-    async with served(patience=Limits(max_connections=1, idle_s=MANY)) as server:
+    async with served(max_connections=1, idle_s=MANY) as server:
         with await connect(server.port) as first:
             await first.send(completion(num_tokens=100, stream=True))
             assert await first.head() is not None
@@ -579,7 +556,7 @@ async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(c
             raise failures.pop()
         return stream
 
-    async with served(patience=Limits(idle_s=MANY)) as server:
+    async with served(idle_s=MANY) as server:
         with await connect(server.port) as idle:
             await told(idle, REQUESTS["health"])
             monkeypatch.setattr(trio.SocketListener, "accept", accept_later)
@@ -592,21 +569,4 @@ async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(c
         await server.assert_unharmed()
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "Too many open files" in record.getMessage()
-    caplog.clear()
-
-
-# --- models that fail ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream, caplog):
-    draft = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
-    async with served(draft=draft) as server:
-        answer = await ask(server.port, completion(num_tokens=40, stream=stream))
-        assert (answer.status, answer.is_whole, answer.text) == (200, True, true_text(40))
-        assert server.simulation.runtime.statistics().draft_failures > 0
-        await server.assert_unharmed()
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said
-    assert all("draft" in message for message in said), said
     caplog.clear()

@@ -89,14 +89,6 @@ def test_a_client_behind_trusted_proxies_has_its_own_address(peer, forwarded, cl
     assert seen == [client]
 
 
-@on_server()
-async def test_the_line_of_a_client_behind_a_trusted_proxy_has_its_address(server):
-    lines: list[str] = []
-    app = ForwardedClients(AccessLog(server.app, lines.append), [network(PROXY)])
-    await ask(app, "/nothing", headers={"x-forwarded-for": "2001:db8::7"}, address=PROXY)
-    assert ' [2001:db8::7]:0 "GET /nothing" 404' in lines[0]
-
-
 @STREAMED
 @on_server()
 async def test_a_client_that_leaves_has_a_line_that_says_so(server, stream):

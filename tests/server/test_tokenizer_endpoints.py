@@ -40,18 +40,6 @@ async def test_a_chat_as_tokens_and_the_tokens_as_texts(server):
     assert server.simulation.target_worker.handed == []
 
 
-class WithBeginOfText(WithSpecialTokens):
-    bos_token = "A"
-
-
-@on_server(tokenizer=WithBeginOfText())
-async def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one(server):
-    for text in ("def f", "Adef f"):
-        assert (await server.ask("/tokenize", {"prompt": text})).json["tokens"] == MARKED
-        answer = await server.ask("/v1/completions", {"prompt": text, "max_tokens": 1})
-        assert answer.json["usage"]["prompt_tokens"] == len(MARKED)
-
-
 @on_server(ScriptedModel(looping, context_length=40))
 async def test_more_tokens_than_the_context_holds_have_a_text(server):
     answer = await server.ask("/detokenize", {"tokens": IDS * 10})

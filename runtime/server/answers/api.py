@@ -53,10 +53,8 @@ class Serializer(ABC):
     for the tokens as they arrive, and at the end `last_events` or `error_events`.
     """
 
-    content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     id_header: ClassVar[bytes] = b"x-request-id"  # the name of the header with the id that the API's clients know
-    keep_alive: ClassVar[str] = ": keep-alive\n\n"  # sent after `interval_s` without tokens and `idle_events`
-    id: str = ""  # random, so that other clients cannot guess it
+    id: str  # random, so that other clients cannot guess it
     # Clients and proxies give up a connection that is silent for a minute.
     interval_s: float = 15.0
 

@@ -77,7 +77,7 @@ def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -
 
 
 async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work for a client; cancel it and raise ClientGone when the client leaves, or has not read for long."""
+    """Do some work for a client; cancel it when the client leaves, or has not read for long."""
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -88,8 +88,6 @@ async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> 
         async with BackgroundNursery() as nursery:
             nursery.start_soon(listen)
             await work()
-    if there.cancelled_caught:
-        raise ClientGone
 
 
 @attrs.frozen
@@ -173,7 +171,7 @@ class Endpoint:
                     try:
                         outcome.failure = await send_answer(choices, request, send, self._context)
                     finally:
-                        self._context.running.pop(id, None)  # an API may have no ids
+                        del self._context.running[id]
                 if outcome.failure is None and model.runtime.reads_when_idle:
                     await preparation.expect_next_turn(choices.begun[0].stream)
         except OutriderError as error:
@@ -292,7 +290,7 @@ async def send_events(
     begun: set[int] = set()  # choices some of whose events were written
     first = choices.begun[0].serializer
     headers = [
-        (b"content-type", first.content_type),
+        (b"content-type", b"text/event-stream; charset=utf-8"),
         (first.id_header, first.id.encode()),
         (b"cache-control", b"no-store"),
         (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
@@ -311,7 +309,7 @@ async def send_events(
             # Also where the text of all tokens is withheld, as that of a long call may be.
             if trio.current_time() - written_at >= first.interval_s:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
-                await write(idle_events, otherwise=first.keep_alive)
+                await write(idle_events, otherwise=": keep-alive\n\n")
     for choice in choices.begun:
         choice.finish(())
     num_named = request.num_named * sum(choice.statistics().generated_tokens for choice in choices.begun)

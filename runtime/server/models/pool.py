@@ -22,7 +22,7 @@ from protocol.open_options import AUTO_TURNS
 from runtime.engine.nursery import BackgroundNursery
 from runtime.loading.model_files import defaults_message
 from runtime.server.errors import ModelLoadError
-from runtime.server.models.loaded_model import LoadedModel, OpenModel
+from runtime.server.models.loaded_model import LoadedModel, OpenModel, tokenizer_of
 from runtime.server.models.served_model import ServedModel
 
 ModelState = Literal["loaded", "loading", "unloaded"]
@@ -221,8 +221,7 @@ class ModelPool:
             async with self._open_model(slot.spec) as model:
                 instance.model, instance.used_at = model, next(self._uses)
                 self._instances.append(instance)
-                tokenizer = model.runtime.tokenizer
-                slot.has_chat_template = tokenizer is not None and bool(tokenizer.has_chat_template)
+                slot.has_chat_template = bool(tokenizer_of(model.runtime).has_chat_template)
                 slot.context_length = model.runtime.context_length
                 slot.num_loads += 1
                 instance.is_ready.set()
