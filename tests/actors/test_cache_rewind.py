@@ -22,9 +22,8 @@ from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
 
 import runtime
-from actors.mlx.cache_kinds import kind_of, kinds_of, lengths_of
+from actors.mlx.cache_kinds import kinds_of, lengths_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.model import RewindMode
 from protocol.errors import RewindError
@@ -249,14 +248,6 @@ def test_a_sequence_refuses_a_rewind_to_where_nothing_was_kept(name: str) -> Non
     assert sequence.rewind(5) == 5
 
 
-def test_a_sequence_with_a_layer_of_the_wrong_length_names_the_layer() -> None:
-    sequence = subject("KVCache").open_sequence("auto")
-    sequence.feed(tuple(TEXT[:5]), 1)
-    sequence.cache[1].offset = 4
-    with pytest.raises(RewindError, match=r"layer 1 \(KVCache\) should hold 5 tokens, it holds 4"):
-        sequence.check(5)
-
-
 class Rounds:
     """A sequence on which drafter's and target's operations alternate without end."""
 
@@ -358,10 +349,6 @@ class CleverKVCache(KVCache):
     """An unknown subclass of a known cache. Each is warned of once a process, so there is another one."""
 
 
-class ShyKVCache(KVCache):
-    pass
-
-
 class Unknown(Wrapped):
     def __init__(self, kind: type) -> None:
         super().__init__(llama())
@@ -386,19 +373,6 @@ async def test_unknown_cache_classes_are_fed_one_token_at_a_time(caplog: pytest.
     assert completion.statistics.n1_rounds >= completion.statistics.rounds - 1 > 0
     assert drafted.statistics.draft_failures == 0
     assert warnings_of(caplog) == ["the cache class CleverKVCache is not known: its model is fed one token at a time"]
-
-
-def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
-    cache = ShyKVCache()
-    assert cache.is_trimmable()
-    kind = kind_of(cache)
-    assert not kind.can_trim_after(cache, 1)
-    assert not kind.can_keep_state
-    assert not kind.can_be_row
-    model = MLXModel(Unknown(ShyKVCache), CacheOptions(rewind="none"))
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed(tuple(TEXT[:5]), 1)
-    assert sequence.prepare(1, 5) is RewindMode.SINGLE
 
 
 # --- single layers --------------------------------------------------------------------------------

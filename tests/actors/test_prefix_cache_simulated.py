@@ -25,7 +25,6 @@ from scripted import (
     never,
     pair_with,
     priced,
-    read_into,
     run,
     simulated,
     truthful,
@@ -170,19 +169,6 @@ async def test_a_text_that_begins_like_another_copies_the_beginning_and_leaves_i
         assert (await turn(simulation, [*range(1, 11), 60], 6)).cached_tokens == 10
         again = [*longest, *continuation(longest, 6), 1, 2]
         assert (await turn(simulation, again, 6)).cached_tokens == len(longest) + 6 - 1
-
-
-async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        await turn(simulation, PROMPT, 4)
-        prompts = [[*PROMPT, other, 3] for other in (1, 2)]
-        streams = [simulation.runtime.stream(prompt, max_tokens=6, reuse_prefix=True) for prompt in prompts]
-        texts = [[], []]
-        async with trio.open_nursery() as nursery:
-            for text, stream in zip(texts, streams, strict=True):
-                nursery.start_soon(read_into, text, stream)
-        assert texts == [continuation(prompt, 6) for prompt in prompts]
-        assert [stream.statistics().cached_tokens for stream in streams] == [len(PROMPT)] * 2
 
 
 # --- texts that were cancelled or failed ----------------------------------------------------------

@@ -77,6 +77,12 @@ def process(*processors: Any) -> mx.array:
     return shaped.process(mx.zeros((1, VOCAB_SIZE)), shaped.history([1, 2]), 2)
 
 
+@sweep("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])
+def test_logits_must_be_an_array_of_their_shape(result: Any) -> None:
+    with pytest.raises(runtime.ProcessorError, match=r"must return logits of shape \(1, 80\), got"):
+        process(lambda tokens, logits: result)
+
+
 @sweep("dtype", [mx.int32, mx.bool_, mx.complex64, mx.float16, mx.bfloat16, mx.float32])
 def test_logits_must_be_floating_point_numbers(dtype: mx.Dtype) -> None:
     if mx.issubdtype(dtype, mx.floating):
@@ -278,9 +284,9 @@ async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone() -> None:
             assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
 
 
-@sweep("kind", [SystemExit, KeyboardInterrupt])
+@sweep("kind", [ValueError, SystemExit, KeyboardInterrupt])
 @sweep("where", ["processor", "sampler", "model"])
-async def test_code_that_would_end_the_process_ends_its_stream_only(kind: type[BaseException], where: str) -> None:
+async def test_code_that_raises_anything_ends_its_stream_only(kind: type[BaseException], where: str) -> None:
     def leave(*arguments: mx.array, cache: Any = None) -> mx.array:
         raise kind("enough")
 

@@ -347,22 +347,6 @@ async def test_leaving_under_cancellation_waits_for_the_running_job_only(are_ste
     assert outrider_threads() == []
 
 
-async def test_leaving_takes_back_the_jobs_that_wait() -> None:
-    gate = Gate()
-    ran: list[str] = []
-    with trio.CancelScope() as scope:
-        async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-            nursery.start_soon(worker.run, job(gate))
-            await gate.begun()
-            nursery.start_soon(worker.run, job(lambda: ran.append("waited")))
-            await trio.testing.wait_all_tasks_blocked()
-            scope.cancel()
-            gate.let_go_on()
-    assert scope.cancelled_caught
-    assert ran == []
-    assert outrider_threads() == []
-
-
 async def test_workers_that_follow_each_other_share_one_thread_that_is_not_the_callers() -> None:
     threads: set[threading.Thread] = set()
     for number in range(50):
@@ -501,25 +485,6 @@ async def test_a_failed_job_keeps_nothing_of_what_it_had_in_memory() -> None:
 def deadly() -> Any:
     """An error that ends the thread, and not only the job."""
     return "no step"
-
-
-class DeadWorker(ThreadWorker):
-    """A worker whose thread dies before it takes a job."""
-
-    def _run_jobs(self) -> None:
-        raise RuntimeError("no such device")
-
-
-async def test_a_thread_that_dies_early_fails_its_job() -> None:
-    async with DeadWorker("target") as worker:
-        for _ in range(2):
-            with pytest.raises(JobError, match="target's thread has died of") as raised:
-                await worker.run(job(lambda: None))
-            assert raised.value.__cause__ is not None
-        with pytest.raises(JobError, match="has died"):
-            await worker.run_steps(steps_of(counting(lambda number: number, 3), []))
-        assert not worker.is_alive
-    assert outrider_threads() == []
 
 
 async def test_a_thread_that_dies_at_work_fails_waiting_and_later_jobs() -> None:

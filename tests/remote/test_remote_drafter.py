@@ -156,20 +156,6 @@ async def test_a_rounds_messages_are_few(autojump_clock: Any) -> None:
     assert len(sent) <= 2 + completion.statistics.rounds
 
 
-async def test_a_text_is_reused_where_it_is(autojump_clock: Any) -> None:
-    seen: list[runtime.Event] = []
-    async with opened(DRAFTERS["llama"](), listener=seen.append) as (rt, _):
-        for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4], [*PROMPTS[2], 8, 9]):
-            completion = await rt.generate(prompt, max_tokens=8, lookahead=2, ignore_eos=True, reuse_prefix=True)
-            assert ids(completion.tokens) == greedy(models.llama(), prompt, 8)
-            assert completion.statistics.draft_failures == 0
-    spans = [event for event in seen if isinstance(event, runtime.Span) and event.actor == "draft"]
-    prefills = [span for span in spans if span.kind == "prefill"]
-    read = {id: sum(span.num_tokens for span in prefills if span.session == id) for id in range(3)}
-    assert read[0] == len(PROMPTS[2]) - 1
-    assert max(read[1], read[2]) <= 2
-
-
 # --- a drafter that is lost -----------------------------------------------------------------------
 
 GARBAGE = {
