@@ -1,6 +1,5 @@
 """A cache's state, moved into another cache: that one reads on as if nothing had happened. Nothing else fits."""
 
-import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ from actors.mlx.cache_kinds import LayerState, MisfitError, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceRecord, SequenceState, recall, record
-from actors.mlx.sliding_window import MAX_TRIM
 from actors.model import RewindMode
 from protocol.errors import RewindError
 
@@ -176,22 +174,6 @@ def test_a_file_of_an_earlier_version_is_read_on(name: str, at_once: bool, lengt
     other.reuse(back_to)
     fresh, _ = read(of, back_to)
     assert mx.allclose(read_on(fresh, after), read_on(other, after), rtol=0, atol=ATOL)
-
-
-@sweep("at_once, length", zip(itertools.cycle([True, False]), LENGTHS))
-def test_a_window_in_a_file_has_the_form_that_it_has_in_mlx_lm(at_once: bool, length: int) -> None:
-    of = subject("SlidingWindowCache")
-    sequence, cached_tokens = read(of, length, at_once=at_once)
-    theirs, grown = make_prompt_cache(of.model), make_prompt_cache(of.model)
-    state = taken(sequence, cached_tokens)
-    assert [layer.kind for layer in state.layers] == [type(layer).__name__ for layer in theirs]
-    mx.eval(of.model(mx.array([[1]]), cache=theirs), of.model(mx.array([TEXT[:8]]), cache=grown))
-    cache = [kind_of(pair[0]).put_state(layer, *pair) for layer, *pair in zip(state.layers, theirs, grown, strict=True)]
-    assert {type(layer) for layer in cache} == {KVCache, RotatingKVCache}
-    assert all(layer.keys.shape[2] == min(length, WINDOW + MAX_TRIM) for layer in cache)
-    for token in TEXT[60:80]:
-        logits = of.model(mx.array([[token]]), cache=cache)[0, -1]
-        assert mx.allclose(logits, read_on(sequence, [token])[0], rtol=0, atol=ATOL)
 
 
 # --- rewinds after a restore ----------------------------------------------------------------------

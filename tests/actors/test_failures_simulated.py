@@ -166,20 +166,6 @@ def test_a_failing_target_ends_every_stream_after_what_was_committed(price, look
         run(fail_at, n)
 
 
-async def test_a_slow_consumer_gets_every_committed_token_when_the_target_fails(autojump_clock: Any) -> None:
-    # Another session's feed fails while this one's buffer is full and a round waits to enter it.
-    target = ScriptedModel(truthful, fails={"feed": from_now_on(60)})
-    async with simulated(target, drafter()) as simulation:
-        unread = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=2)
-        await trio.sleep(1000)
-        with pytest.raises(RuntimeBrokenError):
-            await text_of(simulation, [1], max_tokens=200, lookahead=2)
-        got: list[int] = []
-        with pytest.raises(RuntimeBrokenError):
-            await read_into(got, unread)
-        assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
-
-
 @pytest.mark.parametrize("lookahead", [0, 2, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_failing_feed_ends_at_most_its_own_stream(lookahead: Any) -> None:
     async def fail_at(n: int) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from completions import ids, open_and_close
-from models import VOCAB_SIZE, Padded, Shifted, Wrapped, greedy, llama, mamba, near, prompt_of
+from models import VOCAB_SIZE, Shifted, Wrapped, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
 
 import runtime
@@ -83,24 +83,6 @@ async def test_scaled_rotary_embeddings_work_on_other_threads() -> None:
 
 
 # --- vocabularies of different widths -------------------------------------------------------------
-
-
-class Tempting(Padded):
-    """A padded model whose padding rows always win."""
-
-    PAD_LOGIT = 1e9
-
-
-async def test_padding_rows_of_the_drafter_are_not_drafted_however_likely() -> None:
-    draft = Tempting(small_llama(), 16)
-    async with runtime.open((small_llama(), None), (draft, None)) as rt:
-        for lookahead in (1, 3, "auto"):
-            completion = await rt.generate(PROMPT, max_tokens=20, lookahead=lookahead)
-            assert ids(completion) == llama_text(PROMPT, 20)
-            # Without its padding, the drafter is the target itself. With "auto", looked-up tokens are proposed as well.
-            if lookahead != "auto":
-                assert completion.statistics.rejected == 0
-                assert completion.statistics.accepted > 0
 
 
 class OnlyItsOwnIds(Wrapped):

@@ -34,10 +34,8 @@ from sweeps import sweep
 
 import runtime
 from actors.drafters.drafter import MAX_IDLE_ROUNDS
-from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
 from protocol.messages import Proposal
-from protocol.trace import Event
 
 PREFILL, VERIFY = 4.0, 32.0
 PRICE = priced(prefill=PREFILL, verify=VERIFY, decode=VERIFY)
@@ -249,18 +247,6 @@ async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) 
     assert max(others) > 3 * UNPRICED_LOOKAHEAD
 
 
-async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -> None:
-    lengths: list[int] = []
-
-    def look(event: Event) -> None:
-        if event.kind == "proposal" and trio.current_time() > 200:
-            lengths.append(len(drafter(simulation)._sessions[0].tree.chain()))
-
-    async with simulated(ScriptedModel(reciting(never_the_same(8))), "ngram", listener=look) as simulation:
-        await text_of(simulation, [0, 0], max_tokens=100)
-    assert max(lengths) < 8
-
-
 async def seconds(script: Script, price: Price, num_tokens: int, draft: Any = "ngram", **settings: Any) -> float:
     async with simulated(ScriptedModel(script), draft, price=price) as simulation:
         began = trio.current_time()
@@ -328,25 +314,6 @@ async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) ->
     # The first word of the quotation must be there before a lookup can find it.
     assert begin + 1 < awake.start <= begin + 1 + 3
     assert awake.tokens[0] == awake.start % begin
-
-
-async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autojump_clock: Any) -> None:
-    text = never_the_same(8)
-    async with simulated(ScriptedModel(reciting(text)), "ngram", price=sloped(0.06)) as simulation:
-        rejected = []
-        for _ in range(2):
-            completion = await simulation.runtime.generate(text[:2], max_tokens=400)
-            rejected.append(completion.statistics.rejected)
-    assert rejected[0] > 2 * rejected[1]
-
-
-# --- messages, tasks, cancellation ----------------------------------------------------------------
-
-
-def drafter(simulation: Simulation) -> LookupActor:
-    actor = simulation.runtime._draft
-    assert isinstance(actor, LookupActor)
-    return actor
 
 
 # --- on real models and threads -------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import trio
 from delays import RestingPolicy
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
-from scripted import PRICES, ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
+from scripted import ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
 from sweeps import sweep
 
 import runtime
@@ -120,31 +120,6 @@ async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: An
             nursery.start_soon(collect, simulation.runtime.stream(prompt, max_tokens=10))
     # Each of them, some of them twice.
     assert set(found) == {(session, 0) for session in range(4)}
-
-
-async def test_a_drafter_that_is_late_before_it_has_read_a_prompt_comes_back(autojump_clock: Any) -> None:
-    prices = {"open": 0.0}
-
-    def price(job: Job[Any]) -> float:
-        return prices.get(job.kind, PRICES[job.kind])
-
-    texts: dict[int, list[int]] = {}
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.9)), draft_price=price) as simulation:
-        await text_of(simulation, PROMPT, max_tokens=100)
-        prices["open"] = 600.0
-
-        async def read(number: int) -> None:
-            texts[number] = await text_of(simulation, [number, *PROMPT], max_tokens=NUM_TOKENS)
-
-        async with trio.open_nursery() as nursery:
-            for number in range(4):
-                nursery.start_soon(read, number)
-        statistics = simulation.runtime.statistics()
-        late, back = ({each.session for each in simulation.instants(kind)} for kind in ("overdue", "rejoin"))
-    assert all(text == continuation([number, *PROMPT], NUM_TOKENS) for number, text in texts.items())
-    assert late == {1, 2, 3, 4}
-    assert statistics.draft_failures == 0
-    assert back & late
 
 
 async def test_a_text_that_begins_alone_after_many_does_not_begin_with_a_rest(autojump_clock: Any) -> None:

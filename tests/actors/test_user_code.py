@@ -55,19 +55,6 @@ async def test_what_a_processor_returned_and_is_of_no_use_ends_its_stream_alone(
             assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
 
 
-async def test_where_only_the_drafter_cannot_evaluate_it_nothing_but_drafting_is_lost() -> None:
-    @runtime.stateless
-    def foreign_to_the_drafter(tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits + LAZY_HERE if threading.current_thread().name == "outrider-draft" else logits
-
-    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        asked = {"max_tokens": NUM_TOKENS, "lookahead": 3}
-        completion = await rt.generate(PROMPT, **asked, logits_processors=[foreign_to_the_drafter])
-        assert ids(completion) == PLAIN
-        assert completion.statistics.draft_failures == 1
-        assert (await rt.generate(PROMPT, **asked)).statistics.accepted > 0
-
-
 def logits_pipeline(*processors: Any) -> LogitsPipeline:
     return LogitsPipeline(Open(0, (1, 2), Settings(logits_processors=processors), seed=0, stop_tokens=frozenset()))
 

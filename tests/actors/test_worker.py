@@ -233,17 +233,6 @@ async def test_steps_are_done_in_a_row_and_each_is_heard_of_in_trios_thread() ->
     assert all(before.ended <= after.began for before, after in itertools.pairwise(jobs))
 
 
-async def test_a_step_is_heard_of_while_the_next_one_runs() -> None:
-    gate, heard = Gate(), trio.Event()
-    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
-        begin = counting(lambda number: gate() if number == 1 else None, 2)
-        nursery.start_soon(worker.run_steps, Steps("draft", begin, lambda job, result, goes_on: heard.set()))
-        await heard.wait()
-        await gate.begun()
-        assert not gate.is_done
-        gate.let_go_on()
-
-
 @sweep("how", ["interrupted", "a job waits"])
 async def test_steps_end_after_the_one_that_is_running(how: str) -> None:
     gate, done, heard = Gate(), list[Any](), list[Any]()
