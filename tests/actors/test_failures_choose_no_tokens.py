@@ -289,7 +289,8 @@ def test_a_failing_drafter_leaves_the_distribution_where_tokens_are_copied(monke
     monkeypatch.setattr(DrafterSession, "copies", True)
     # The fatal token is copied, too.
     prediction = [PROMPT[-1], *[0, 2, 2, 0] * 6]
-    found, phases = run(lambda: sampled(400, MOMENTS["at any time"], prediction=prediction))
+    # If what was drawn were dropped, it would be seen in as many texts.
+    found, phases = run(lambda: sampled(300, MOMENTS["at any time"], prediction=prediction))
     assert found > SIGNIFICANCE
     assert sum(phases.values()) > 100
 
@@ -304,7 +305,7 @@ def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be() ->
 @pytest.mark.slow
 def test_a_trained_drafter_that_fails_leaves_the_distribution() -> None:
     moment = attrs.evolve(MOMENTS["while the target verifies"], make_policy=lambda *_: ChainPolicy(2))
-    found, phases = run(lambda: sampled(400, moment, "a trained drafter"))
+    found, phases = run(lambda: sampled(300, moment, "a trained drafter"))
     assert found > SIGNIFICANCE
     assert phases[SessionPhase.VERIFYING] > 100
 

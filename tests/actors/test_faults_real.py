@@ -2,11 +2,10 @@
 
 import functools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import attrs
 import mlx.nn as nn
 import pytest
 import trio
@@ -50,32 +49,26 @@ async def kill(worker: Any) -> None:
         await worker.run_steps(Steps("draft", lambda: "no step", lambda *_: None))
 
 
-@attrs.define
-class Calls:
-    """The calls of a method of a model's sequences so far."""
+def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, model: nn.Module, at: int) -> list[MLXSequence]:
+    """Make the n-th call of a method of a model's sequences raise. Every way to feed is "feed".
 
-    num: int = 0
+    Returns: the sequences of the calls so far.
+    """
+    called: list[MLXSequence] = []
 
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int) -> Calls:
-    """Make the n-th call of a method of a model's sequences raise. Every way to feed is "feed"."""
-    calls = Calls()
-
-    def make_fail(method_name: str) -> None:
-        method = getattr(MLXSequence, method_name)
-
-        def failing(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
-            if sequence._model is vocab_model:
-                calls.num += 1
-                if calls.num == at:
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
+            if sequence._model is model:
+                called.append(sequence)
+                if len(called) == at:
                     raise Fault(f"{name} {at}")
             return method(sequence, *arguments, **keywords)
 
-        monkeypatch.setattr(MLXSequence, method_name, failing)
+        return call
 
-    for method_name in ("feed", "feed_lazy", "count_row") if name == "feed" else (name,):
-        make_fail(method_name)
-    return calls
+    for each in ("feed", "feed_lazy", "count_row") if name == "feed" else (name,):
+        monkeypatch.setattr(MLXSequence, each, failing(getattr(MLXSequence, each)))
+    return called
 
 
 # The first chunk of the prompt, a later one, a step or a verify, and the calls before and after those.
@@ -87,12 +80,12 @@ SETTINGS: dict[str, Any] = {"max_tokens": 10, "lookahead": 2, "prefill_step_size
 async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name: str, at: int) -> None:
     target, draft = pair()
     async with runtime.open((target, None), (draft, None)) as rt:
-        calls = fail_at(monkeypatch, name, draft, at)
+        called = fail_at(monkeypatch, name, draft, at)
         completion = await rt.generate(PROMPT, **SETTINGS)
         assert ids(completion.tokens) == text()
         again = await rt.generate(PROMPT, **SETTINGS)
         assert ids(again.tokens) == ids(completion.tokens)
-        assert calls.num >= at
+        assert len(called) >= at
         if name != "close":  # by then the text may be over
             assert rt.statistics().draft_failures == 1
     assert outrider_threads() == []
