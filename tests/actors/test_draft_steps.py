@@ -208,22 +208,6 @@ async def test_steps_are_expected_to_end_when_they_do_however_many_share_them(au
     assert max(map(abs, errors)) < 0.5  # a step takes 3 s or more
 
 
-async def test_a_prompt_that_comes_while_another_session_drafts_is_read_between_steps(autojump_clock: Any) -> None:
-    price = priced(prefill=0.25, draft=1.0, verify=256.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        first = simulation.runtime.stream([1], max_tokens=200, lookahead=8)
-        await trio.sleep(2.5)
-        assert len(simulation.spans("draft", "draft")) == 2
-        second = simulation.runtime.stream([1, 2, 3], max_tokens=200, lookahead=8)
-        await trio.sleep(2)
-        # Its sequence is opened after the running step, and its prompt is read before shared steps gather.
-        assert simulation.spans("draft", "open", session=1)[0].began == 3.0
-        assert simulation.spans("draft", "prefill", session=1)[0].began == 3.0
-        assert [step.began for step in simulation.spans("draft", "draft")] == [0.0, 1.0, 2.0, 3.25]
-        for stream in (first, second):
-            await stream.aclose()
-
-
 # --- the session state ----------------------------------------------------------------------------
 
 
