@@ -395,23 +395,6 @@ async def test_a_misplaced_message_ends_at_most_its_own_session(to: str, forged:
 # --- consumers ------------------------------------------------------------------------------------
 
 
-async def test_two_consumers_may_take_turns(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
-        stream = simulation.runtime.stream(PROMPT, **SETTINGS)
-        got: list[int] = []
-
-        async def take_one() -> None:
-            got.append((await anext(stream)).id)
-
-        for _ in TEXT:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(take_one)
-        assert got == TEXT
-        for _ in range(2):
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-
-
 async def test_the_runtime_of_a_task_is_the_innermost_that_is_open(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as outer:
         assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT

@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from delays import RestingPolicy
@@ -13,9 +12,6 @@ from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.workers.worker import Job
-from protocol.auto_policy import AutoPolicy
-from protocol.draft_plan import MAX_UNREAD
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
 from protocol.trace import Event
 
@@ -69,39 +65,6 @@ async def test_texts_that_begin_together_have_their_first_tokens_before_the_draf
     assert first_fed == [0] * 4
     assert draft.num_calls["feed"] > num_probed
     assert all(text == continuation([number, *PROMPT], 60) for number, text in texts.items())
-
-
-@attrs.define
-class _RestsUntilFarBehind(AutoPolicy):
-    """Rests without catching up until the drafter is 300 tokens behind."""
-
-    has_rested: bool = False
-
-    def should_rest(self) -> bool:
-        return not self.has_rested
-
-    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        self.has_rested = self.has_rested or num_behind > 300
-        return not self.has_rested
-
-    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        return False
-
-
-async def test_a_drafter_that_is_far_behind_after_a_rest_reads_by_chunks(autojump_clock: Any) -> None:
-    def price(job: Job[Any]) -> float:
-        return {"open": 0.0, "close": 0.0}.get(job.kind, 0.5 + 0.05 * job.num_tokens)
-
-    async with simulated(
-        ScriptedModel(truthful),
-        ScriptedModel(agreeing(0.9)),
-        price=price,
-        make_policy=lambda settings, prices: _RestsUntilFarBehind(prices, prices.calibration(settings.manner)),
-    ) as simulation:
-        text = await text_of(simulation, PROMPT, max_tokens=450)
-        assert simulation.runtime.statistics().proposed > 0
-    assert text == continuation(PROMPT, 450)
-    assert max(span.num_tokens for span in simulation.spans("draft")) <= MAX_UNREAD
 
 
 async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: Any) -> None:

@@ -21,7 +21,7 @@ from trained_drafters import make
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from protocol.drafter_wire import DraftNews, TargetNews, decode, encode
+from protocol.drafter_wire import DraftNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from runtime.engine.events import Events
 from runtime.engine.opening import running
@@ -88,23 +88,6 @@ async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name
     assert estimates[0] == pytest.approx(estimates[1])
     if draft == "llama":
         assert counts.accepted > 0
-
-
-async def test_each_end_tells_what_its_own_actor_has_measured(autojump_clock: Any) -> None:
-    async with opened(DRAFTERS["llama"]()) as (rt, links):
-        await rt.generate_many(PROMPTS, max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
-        by_target, by_drafter = (
-            {
-                measured.kind
-                for data in link.sent
-                if isinstance(news := decode(data), DraftNews | TargetNews)
-                for measured in news.measured
-            }
-            for link in links
-        )
-    assert {"verify", "round"} <= by_target
-    assert {"draft", "reading"} <= by_drafter
-    assert not by_target & by_drafter
 
 
 async def test_several_streams_share_draft_steps_there(autojump_clock: Any) -> None:
