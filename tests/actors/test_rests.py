@@ -36,6 +36,17 @@ async def test_many_resting_rounds_are_one_message_of_the_whole_text(autojump_cl
     assert told[:4] == [length - TELL_BEFORE_END for length in rests]
 
 
+@pytest.mark.parametrize("at", [100.0, 333.0, 700.0])
+async def test_a_text_that_is_closed_in_a_rest_leaves_the_drafter_nothing(at: float, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=PRICE) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=NUM_TOKENS, reuse_prefix=True)
+        with trio.move_on_after(at):
+            await collect(stream)
+        await stream.aclose()
+        assert await text_of(simulation, PROMPT, max_tokens=60, reuse_prefix=True) == continuation(PROMPT, 60)
+        assert simulation.runtime.statistics().draft_failures == 0
+
+
 async def test_a_drafter_that_does_not_pay_reads_no_prompt(autojump_clock: Any) -> None:
     drafts_badly = ScriptedModel(agreeing(0.0))
     async with simulated(ScriptedModel(truthful), drafts_badly, price=PRICE) as simulation:
