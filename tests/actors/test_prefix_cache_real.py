@@ -189,13 +189,14 @@ async def test_a_beginning_that_texts_have_in_common_is_in_memory_once(name: str
         assert len(prefix_cache) >= 4
         assert sizes[-1] < (4.0 if name == "sliding windows" else 1.5) * sizes[0]
         # Each goes on as if it were alone: in a next turn, from another point, and when the first one has left.
+        longer = [[*prompts[2], 5, 6], [*prompts[1][:280], 7], [*prompts[3], 8], [*prompts[3][:290], 9, 9]]
+        alone = [ids(await rt.generate(prompt, **asked)) for prompt in longer]
         for evicts in (False, True):
             if evicts:
                 await rt._target.settled_prefix_cache()
                 prefix_cache.shrink(sizes[-1] - 1)
                 assert len(prefix_cache) >= 3
-            for prompt in [[*prompts[2], 5, 6], [*prompts[1][:280], 7], [*prompts[3], 8], [*prompts[3][:290], 9, 9]]:
-                cold = ids(await rt.generate(prompt, **asked))
+            for prompt, cold in zip(longer, alone, strict=True):
                 assert ids(await rt.generate(prompt, reuse_prefix=True, **asked)) == cold
 
 
@@ -222,14 +223,15 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
     in_common = {id: size for _, sequence in stored for id, size in sequence.memory.items()}
     assert sum(in_common.values()) < sum(sequence.num_bytes for _, sequence in stored)
     # Each goes on as if it were alone, also after what was fed to the others.
-    while stored:
-        for text, sequence in stored:
-            expected = read(text).feed((7, 8), 1)
+    left = [(text, sequence, read(text).feed((7, 8), 1)) for text, sequence in stored]
+    mx.eval([expected for *_, expected in left])
+    while left:
+        for text, sequence, expected in left:
             assert mx.allclose(sequence.copy(len(text)).feed((7, 8), 1), expected, atol=1e-3)
             saved = model.open_sequence(beside_another=False)
             saved.put_state(sequence.take_state(tuple(text)))
             assert mx.allclose(saved.feed((7, 8), 1), expected, atol=1e-3)
-        text, sequence = stored.pop(draws.randrange(len(stored)))
+        text, sequence, _ = left.pop(draws.randrange(len(left)))
         expected = read(text).feed((9, 10), 1)
         sequence.reuse(len(text))
         assert mx.allclose(sequence.feed((9, 10), 1), expected, atol=1e-3)
