@@ -22,7 +22,7 @@ from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
 
 import runtime
-from actors.mlx.cache_kinds import kinds_of, lengths_of
+from actors.mlx.cache_kinds import kinds_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.sequence import MLXSequence
 from actors.model import RewindMode
@@ -373,33 +373,6 @@ async def test_unknown_cache_classes_are_fed_one_token_at_a_time(caplog: pytest.
     assert completion.statistics.n1_rounds >= completion.statistics.rounds - 1 > 0
     assert drafted.statistics.draft_failures == 0
     assert warnings_of(caplog) == ["the cache class CleverKVCache is not known: its model is fed one token at a time"]
-
-
-# --- single layers --------------------------------------------------------------------------------
-
-
-@sweep("name", SUBJECTS)
-def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
-    made = subject(name)
-    cache = made.options.make_cache(made.model)
-
-    def read(tokens: Sequence[int]) -> mx.array:
-        logits: mx.array = made.model(mx.array([tokens]), cache=cache)[0]
-        mx.eval(logits)
-        return logits
-
-    for token in TEXT[: 2 * WINDOW + 1]:
-        read([token])
-    restores = [kind.snapshot(layer) for kind, layer in kinds_of(cache)]
-    first = read([TEXT[40]])
-    for others in ([1], [2, 3], [4, 5, 6] * 5):
-        for restore in restores:
-            restore()
-        read(others)
-        for restore in restores:
-            restore()
-        assert mx.allclose(read([TEXT[40]]), first, rtol=0, atol=ATOL)
-        assert lengths_of(cache) <= {2 * WINDOW + 2}
 
 
 async def test_quantising_a_rotating_cache_is_refused_at_open() -> None:
