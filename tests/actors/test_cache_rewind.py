@@ -251,8 +251,8 @@ def test_a_sequence_refuses_a_rewind_to_where_nothing_was_kept(name: str) -> Non
 class Rounds:
     """A sequence on which drafter's and target's operations alternate without end."""
 
-    def __init__(self, model: nn.Module, rewind: Any) -> None:
-        self.sequence = MLXSequence(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE)
+    def __init__(self, model: nn.Module) -> None:
+        self.sequence = MLXSequence(model, CacheOptions(rewind="checkpoint"), vocab_size=VOCAB_SIZE)
         self.length = 0
 
     def run(self, num_rounds: int) -> int:
@@ -289,7 +289,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
-    rounds = Rounds(SMALL[name](), "checkpoint")
+    rounds = Rounds(SMALL[name]())
     assert 3 <= rounds.run(24) <= 4
     before = rounds.memory()
     assert 3 <= rounds.run(40) <= 4
@@ -346,24 +346,16 @@ async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with
 
 
 class CleverKVCache(KVCache):
-    """An unknown subclass of a known cache. Each is warned of once a process, so there is another one."""
+    """An unknown subclass of a known cache, of which one is warned once a process."""
 
 
 class Unknown(Wrapped):
-    def __init__(self, kind: type) -> None:
-        super().__init__(llama())
-        self.kind = kind
-
     def make_cache(self) -> list[Any]:
-        return [self.kind() for _ in self.layers]
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "outrider"]
+        return [CleverKVCache() for _ in self.layers]
 
 
 async def test_unknown_cache_classes_are_fed_one_token_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
-    model, prompt = Unknown(CleverKVCache), prompt_of(5)
+    model, prompt = Unknown(llama()), prompt_of(5)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         async with runtime.open((model, None), (llama(), None)) as rt:
             completion = await rt.generate(prompt, max_tokens=12, lookahead=3)
@@ -372,7 +364,8 @@ async def test_unknown_cache_classes_are_fed_one_token_at_a_time(caplog: pytest.
     assert ids(completion) == ids(drafted) == greedy(llama(), prompt, 12)
     assert completion.statistics.n1_rounds >= completion.statistics.rounds - 1 > 0
     assert drafted.statistics.draft_failures == 0
-    assert warnings_of(caplog) == ["the cache class CleverKVCache is not known: its model is fed one token at a time"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "outrider"]
+    assert warnings == ["the cache class CleverKVCache is not known: its model is fed one token at a time"]
 
 
 async def test_quantising_a_rotating_cache_is_refused_at_open() -> None:

@@ -348,15 +348,6 @@ async def test_workers_that_follow_each_other_share_one_thread_that_is_not_the_c
     assert threading.current_thread() not in threads
 
 
-async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
-    async with ThreadWorker("draft") as worker:
-        dead = await worker.run(job(threading.current_thread))
-        with pytest.raises(JobError, match="has died"):
-            await worker.run_steps(steps_of(deadly, []))
-    async with ThreadWorker("draft") as worker:
-        assert await worker.run(job(threading.current_thread)) is not dead
-
-
 # --- a job that hangs -----------------------------------------------------------------------------
 
 
@@ -365,27 +356,28 @@ def impatience(monkeypatch: Any) -> None:
     monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.0)
 
 
+async def is_given_up(worker: ThreadWorker, call: Callable[[], Any]) -> None:
+    with pytest.raises(JobError, match="draft's thread has died of HangError"):
+        await worker.run(job(call))
+
+
 @pytest.mark.usefixtures("impatience")
 async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(caplog: Any) -> None:
     gate, scope = Gate(), trio.CancelScope()
 
-    async def fail(call: Callable[[], Any]) -> None:
-        with pytest.raises(JobError, match="draft's thread has died of HangError"):
-            await worker.run(job(call))
-
     async def hang() -> None:
         with scope:
-            await fail(gate)
+            await is_given_up(worker, gate)
 
     async with ThreadWorker("draft", may_be_given_up=True) as worker:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hang)
             await gate.begun()
-            nursery.start_soon(fail, lambda: None)
+            nursery.start_soon(is_given_up, worker, lambda: None)
             await trio.testing.wait_all_tasks_blocked()
             scope.cancel()
         assert not worker.is_alive
-        await fail(lambda: None)
+        await is_given_up(worker, lambda: None)
     assert "the draft model hangs" in caplog.text
     # What the thread reports at its end is ignored.
     gate.let_go_on()
@@ -423,14 +415,9 @@ async def test_a_job_that_hangs_is_given_up_where_another_waits_behind_it(caplog
     behind: list[Any] = []
     async with ThreadWorker("draft", may_be_given_up=True) as worker:
         async with trio.open_nursery() as nursery:
-
-            async def fail(call: Callable[[], Any]) -> None:
-                with pytest.raises(JobError, match="HangError"):
-                    await worker.run(job(call))
-
-            nursery.start_soon(fail, gate)
+            nursery.start_soon(is_given_up, worker, gate)
             await gate.begun()
-            nursery.start_soon(fail, lambda: behind.append("done"))
+            nursery.start_soon(is_given_up, worker, lambda: behind.append("done"))
         assert not worker.is_alive
         thread = worker._thread
     assert "hangs" in caplog.text
