@@ -140,14 +140,6 @@ async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_cl
             assert [sequence.is_closed for sequence in model.sequences[:2]] == [True, False]
 
 
-async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without_one(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        await turn(simulation, PROMPT, 4, lookahead=3)
-        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == 0
-        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == len(PROMPT) - 1
-        assert (await turn(simulation, PROMPT, 4, lookahead=1)).cached_tokens == len(PROMPT) - 1
-
-
 @every_cache
 async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_sequences(cache, autojump_clock):
     async with simulated(*pair_with(cache)) as simulation:
