@@ -6,8 +6,8 @@ import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property, partial
 from typing import Generic, Protocol, TypeVar
 
@@ -53,21 +53,20 @@ class Mailbox(Protocol):
 
 
 class LocalMailbox:
-    """An actor's mailbox in this process: an unbounded channel, and an event that each message sets."""
+    """An actor's mailbox in this process: a queue, and an event that each message sets."""
 
     def __init__(self, event: trio.Event) -> None:
         self.event = event  # set by each message. The actor swaps it, so that its loop or its receiver wakes.
-        self._send, self._receive = trio.open_memory_channel[Message](math.inf)
+        self._messages = deque[Message]()
 
     def send_nowait(self, message: Message, /) -> None:
-        self._send.send_nowait(message)
+        self._messages.append(message)
         self.event.set()
 
     def received(self) -> Iterator[Message]:
         """The messages that have come, in order, also those that come meanwhile. Never waits."""
-        with suppress(trio.WouldBlock):
-            while True:
-                yield self._receive.receive_nowait()
+        while self._messages:
+            yield self._messages.popleft()
 
 
 class ActorSession:
@@ -157,7 +156,7 @@ class Actor(ABC, Generic[S]):
         self._changed: dict[S, None] = {}
         self._wakeup = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._when_over: list[Callable[[], None]] = []
+        self._when_over: Callable[[], None] = lambda: None
 
     # A Ctrl-C belongs to the user's task, and must never strike while session state is being changed.
     @trio.lowlevel.enable_ki_protection
@@ -219,8 +218,7 @@ class Actor(ABC, Generic[S]):
     def _take_no_more_sessions(self) -> None:
         # A nursery closes when the last task in it ends, which may be long before the runtime is left.
         self._nursery = None
-        for call in self._when_over:
-            call()
+        self._when_over()
 
     def _hand_over(self, message: Message) -> None:
         # The other actor may still send messages for a session that is over here.
@@ -279,7 +277,7 @@ class Actor(ABC, Generic[S]):
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Call a function, which neither waits nor raises, as soon as no session can begin any more."""
-        self._when_over.append(call)
+        self._when_over = call
         if not self.is_serving:
             call()
 
@@ -465,15 +463,15 @@ class ModelActor(Actor[S]):
 
     async def _empty_sequence(self, session: S) -> None:
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
-        assert session.sequence is not None
-        call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
-        session.sequence = await self.worker.run(Job("open", call, session.id))
-        session.notice_loss()
+        sequence, beside_another = session.sequence, session.beside_another
+        assert sequence is not None
 
-    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CachedSequence:
-        """On the worker's thread."""
-        sequence.close()
-        return self.model.open_sequence(beside_another=beside_another)
+        def emptied() -> CachedSequence:  # on the worker's thread
+            sequence.close()
+            return self.model.open_sequence(beside_another=beside_another)
+
+        session.sequence = await self.worker.run(Job("open", emptied, session.id))
+        session.notice_loss()
 
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""

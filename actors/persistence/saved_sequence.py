@@ -90,11 +90,7 @@ async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
 
 async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     """Put a sequence into the prefix cache, for the session that will continue its text."""
-    prefix_cache = await actor.settled_prefix_cache()
-    call = partial(
-        prefix_cache.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another
-    )
-    await _run(actor, Job("close", call))
+    await _run(actor, Job("close", partial(_put, await actor.settled_prefix_cache(), filled)))
 
 
 async def restore(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> None:
@@ -102,8 +98,7 @@ async def restore(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_an
     prefix_cache = await actor.settled_prefix_cache()
 
     def call() -> None:
-        filled = _fill(_savable(actor), recorded, beside_another)
-        prefix_cache.put(filled.sequence, filled.tokens, filled.tokens, beside_another=beside_another)
+        _put(prefix_cache, _fill(_savable(actor), recorded, beside_another))
 
     with _misfits_named(actor):
         await _run(actor, Job("open", call))
@@ -169,6 +164,10 @@ def _fill(model: SavableModel, recorded: SequenceRecord, beside_another: bool) -
         sequence.close()
         raise
     return FilledSequence(sequence, state.tokens, beside_another)
+
+
+def _put(prefix_cache: PrefixCache, filled: FilledSequence) -> None:
+    prefix_cache.put(filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another)
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:

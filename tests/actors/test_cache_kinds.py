@@ -3,16 +3,11 @@
 Other tests rewind and save that of `cache_subjects`.
 """
 
-from typing import Any
-
 import mlx.core as mx
-import pytest
 from cache_subjects import ATOL, TEXT, Joining
-from completions import ids
 from mlx_lm.models.cache import ChunkedKVCache
-from models import greedy, llama, near, prompt_of
+from models import llama
 
-import runtime
 from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
@@ -35,16 +30,6 @@ def test_a_chunked_cache_says_what_the_next_pass_will_drop() -> None:
     assert kind.can_trim_after(layer, 0, 7)
     assert not kind.can_trim_after(layer, 1, 7)
     assert kind.can_trim_after(layer, 1, 8)
-
-
-@pytest.mark.parametrize("rewind", ["auto", "trim", "checkpoint"])
-async def test_a_cache_of_a_new_kind_is_rewound_in_each_mode(rewind: Any) -> None:
-    prompt = prompt_of(9)
-    async with runtime.open((Joining(llama()), None), (near(llama(), noise=0.05), None), rewind=rewind) as rt:
-        completion = await rt.generate(prompt, max_tokens=24, lookahead=3)
-    assert ids(completion) == greedy(llama(), prompt, 24)
-    assert completion.statistics.accepted < completion.statistics.proposed
-    assert completion.statistics.n1_rounds == 0
 
 
 def test_a_cache_of_a_new_kind_is_copied() -> None:

@@ -84,19 +84,6 @@ async def test_statistics_say_what_the_settings_do_not_allow(autojump_clock: Any
         assert simulation.runtime.statistics().mismatched_tokens == 200 + 99 + 100 + 150
 
 
-@sweep("cache", PARTING)
-@sweep("lookahead", [0, 3])
-async def test_of_four_at_once_one_reads_the_beginning(cache: str, lookahead: int, autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES[cache])) as simulation:
-        prompts = [[*SYSTEM, *question] for question in QUESTIONS]
-        texts = await simulation.runtime.generate_many(prompts, lookahead=lookahead, **ASKED)
-        assert [ids(text.tokens) for text in texts] == [continuation(prompt, 4) for prompt in prompts]
-        assert sorted(text.statistics.cached_tokens for text in texts) == [0, *[len(SYSTEM)] * 3]
-        for actor in ("target", "draft")[: 1 + bool(lookahead)]:
-            read = sum(span.num_tokens for span in simulation.spans(actor, "prefill"))
-            assert read < len(SYSTEM) + 4 * 3 * len(QUESTIONS[0])
-
-
 @every_cache
 async def test_one_that_comes_while_another_is_read_waits_for_what_they_share(cache, autojump_clock):
     async with simulated(*pair_with(cache)) as simulation:

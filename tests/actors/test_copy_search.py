@@ -47,19 +47,6 @@ def searched(text: Sequence[int], num_tokens: int, shortest: int) -> list[Copied
 # --- results --------------------------------------------------------------------------------------
 
 
-@sweep(
-    ("text", "expected"),
-    [
-        ([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], Copied(7, 3)),  # a longer match wins over a later one
-        ([1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2], Copied(7, 2, 2, 3)),  # what followed most often over what followed last
-        ([1, 2, 7, 1, 2, 8, 1, 2], Copied(8, 2, 1, 2)),  # of what followed as often, the last
-        ([*range(20), 99, *range(20)], Copied(99, MAX_MATCH)),
-    ],
-)
-def test_of_several_continuations_one_is_taken(text, expected):
-    assert list(search_in(text).lookup(1)) == [expected]
-
-
 @st.composite
 def lookups(draw: Callable[..., object]) -> tuple[list[list[int]], int, int]:
     """A text in pieces, the number of tokens wanted, and the shortest match."""
@@ -111,10 +98,3 @@ def test_occurrences_that_agree_make_it_surer_and_those_that_do_not_less_sure(le
     assert disagreeing == sorted(set(disagreeing))
     assert 0 < disagreeing[-1] < agreeing[-1]
     assert len({Copied(5, length, *of).kind for of in ((1, 1), (3, 3), (1, 3))}) == 3
-
-
-def test_each_copied_token_is_as_sure_as_the_match_up_to_it():
-    text = [1, 2, 3, 4, 5, 6, 1, 2]
-    found = list(search_in(text).lookup(4))
-    for place, copied in enumerate(found):
-        assert list(search_in([*text, *tokens_of(found[:place])]).lookup(1)) == [copied]

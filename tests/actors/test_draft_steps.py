@@ -14,7 +14,6 @@ from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
 from delays import COSTS, cycled_prices, tuples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import greedy, llama, near, prompt_of
 from scripted import (
     CACHES,
     ScriptedModel,
@@ -39,8 +38,6 @@ from scripted import (
 )
 from sweeps import sweep
 
-import runtime
-from actors.drafters.draft_actor import DraftActor
 from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps, guesses_together
 from actors.sampling.logits_pipeline import NO_HISTORY
 from actors.session import Session
@@ -191,20 +188,6 @@ async def test_a_text_that_ends_ends_them(autojump_clock: Any) -> None:
         assert all(draft.began <= ended for draft in simulation.spans("draft", "draft"))
 
 
-async def test_two_sessions_share_their_steps(autojump_clock: Any) -> None:
-    price = priced(prefill=0.0, draft=1.0, verify=256.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        streams = [simulation.runtime.stream([n, n], max_tokens=200, lookahead=6) for n in (1, 2)]
-        await trio.sleep(100)
-        steps = simulation.spans("draft", "draft")
-        # Six steps, and then seven more, which the target's one pass does not interrupt.
-        assert [sorted(step.sessions) for step in steps] == [[0, 1]] * 13
-        assert all(step.session is None for step in steps)
-        assert [done for done in runs_of(simulation) if done][-2:] == [6, 7]
-        for stream in streams:
-            await stream.aclose()
-
-
 async def test_steps_are_expected_to_end_when_they_do_however_many_share_them(autojump_clock: Any) -> None:
     errors: list[float] = []
 
@@ -223,22 +206,6 @@ async def test_steps_are_expected_to_end_when_they_do_however_many_share_them(au
         await simulation.runtime.generate_many([[1, 2, 3], [2, 3, 4]], max_tokens=80)
     assert len(errors) > 30
     assert max(map(abs, errors)) < 0.5  # a step takes 3 s or more
-
-
-async def test_a_prompt_that_comes_while_another_session_drafts_is_read_between_steps(autojump_clock: Any) -> None:
-    price = priced(prefill=0.25, draft=1.0, verify=256.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        first = simulation.runtime.stream([1], max_tokens=200, lookahead=8)
-        await trio.sleep(2.5)
-        assert len(simulation.spans("draft", "draft")) == 2
-        second = simulation.runtime.stream([1, 2, 3], max_tokens=200, lookahead=8)
-        await trio.sleep(2)
-        # Its sequence is opened after the running step, and its prompt is read before shared steps gather.
-        assert simulation.spans("draft", "open", session=1)[0].began == 3.0
-        assert simulation.spans("draft", "prefill", session=1)[0].began == 3.0
-        assert [step.began for step in simulation.spans("draft", "draft")] == [0.0, 1.0, 2.0, 3.25]
-        for stream in (first, second):
-            await stream.aclose()
 
 
 # --- the session state ----------------------------------------------------------------------------
@@ -448,25 +415,6 @@ async def test_where_tokens_are_drawn_no_proposal_is_cut_for_what_was_drafted_af
     assert proposals
     # The target cuts a proposal by how likely each of its tokens is reached.
     assert [len(each.reach) for each in proposals] == [len(each.tokens) * may_be_cut for each in proposals]
-
-
-# --- on threads -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chains", [False, True])
-async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(chains: bool) -> None:
-    target, prompt = llama(), prompt_of(9)
-    expected = greedy(target, prompt, 30)
-    async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
-        assert isinstance(rt._draft, DraftActor)
-        rt._draft.chains = chains
-        for num_taken in (0, 1, 3, 6):
-            async with rt.stream(prompt, max_tokens=100, lookahead=8) as stream:
-                taken = [(await anext(stream)).id for _ in range(num_taken)]
-            assert taken == expected[:num_taken]
-        completion = await rt.generate(prompt, max_tokens=30, lookahead=4)
-        assert [token.id for token in completion.tokens] == expected
-        assert completion.statistics.draft_failures == 0
 
 
 # --- several texts --------------------------------------------------------------------------------

@@ -6,25 +6,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import attrs
 import mlx.nn as nn
 import pytest
 import trio
 from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
 from our_threads import outrider_threads
 from polling import until_in_trio
-from scripted import ids
-from sweeps import sweep
+from scripted import collect, ids
 
 import runtime
-from actors.mlx.sequence import MLXSequence
 from actors.workers.worker import JobError, Steps
 
 PROMPT = prompt_of(9)
-
-
-class Fault(Exception):
-    pass
 
 
 @functools.cache
@@ -33,69 +26,10 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return target, near(target, noise=0.1)
 
 
-@functools.cache
-def text() -> list[int]:
-    return greedy(pair()[0], PROMPT, 10)
-
-
-async def read_all(*streams: Any) -> None:
-    for stream in streams:
-        async for _ in stream:
-            pass
-
-
 async def kill(worker: Any) -> None:
     """End a worker's thread with an error that no job raises."""
     with pytest.raises(JobError):
         await worker.run_steps(Steps("draft", lambda: "no step", lambda *_: None))
-
-
-@attrs.define
-class Calls:
-    """The calls of a method of a model's sequences so far."""
-
-    num: int = 0
-
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int) -> Calls:
-    """Make the n-th call of a method of a model's sequences raise. Every way to feed is "feed"."""
-    calls = Calls()
-
-    def make_fail(method_name: str) -> None:
-        method = getattr(MLXSequence, method_name)
-
-        def failing(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
-            if sequence._model is vocab_model:
-                calls.num += 1
-                if calls.num == at:
-                    raise Fault(f"{name} {at}")
-            return method(sequence, *arguments, **keywords)
-
-        monkeypatch.setattr(MLXSequence, method_name, failing)
-
-    for method_name in ("feed", "feed_lazy", "count_row") if name == "feed" else (name,):
-        make_fail(method_name)
-    return calls
-
-
-# The first chunk of the prompt, a later one, a step or a verify, and the calls before and after those.
-MOMENTS = [*(("feed", at) for at in (1, 2, 4, 7)), ("prepare", 1), ("rewind", 2), ("check", 3), ("close", 1)]
-SETTINGS: dict[str, Any] = {"max_tokens": 10, "lookahead": 2, "prefill_step_size": 4}
-
-
-@sweep(("name", "at"), MOMENTS)
-async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name: str, at: int) -> None:
-    target, draft = pair()
-    async with runtime.open((target, None), (draft, None)) as rt:
-        calls = fail_at(monkeypatch, name, draft, at)
-        completion = await rt.generate(PROMPT, **SETTINGS)
-        assert ids(completion.tokens) == text()
-        again = await rt.generate(PROMPT, **SETTINGS)
-        assert ids(again.tokens) == ids(completion.tokens)
-        assert calls.num >= at
-        if name != "close":  # by then the text may be over
-            assert rt.statistics().draft_failures == 1
-    assert outrider_threads() == []
 
 
 # --- a drafter that hangs -------------------------------------------------------------------------
@@ -133,7 +67,8 @@ async def beside_a_hanging_drafter() -> AsyncIterator[tuple[runtime.Runtime, nn.
 @pytest.fixture
 def impatience(monkeypatch: Any, impatient_targets: None) -> None:
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 0.05)
-    monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.05)
+    # On a busy machine, a job that does not hang may take a second.
+    monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 2.0)
 
 
 @pytest.mark.usefixtures("impatience")
@@ -143,7 +78,7 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
         hanging.hang_at = hanging.num_calls + 6
         while not hanging.hangs:  # on a busy machine, the drafter may be left behind for a whole text
             stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
-            assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
+            assert await collect(stream) == greedy(target, PROMPT, 40)
         assert rt.statistics().draft_timeouts >= 1
         await until_in_trio(lambda: rt.health() == runtime.Health(target=True, draft=False))
         # The next stream is served as well.
@@ -223,7 +158,7 @@ async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> 
             assert rt.health() == runtime.Health(target=False, draft=True)
             for stream in streams:
                 with pytest.raises(runtime.RuntimeBrokenError) as broken:
-                    await read_all(stream)
+                    await collect(stream)
                 assert isinstance(broken.value.__cause__, AttributeError)
             with pytest.raises(runtime.RuntimeBrokenError):
                 await rt.generate([VOCAB_SIZE - 1])

@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.trace import Events
 from runtime import Grammar
 from runtime.engine.drafter_slot import LoadedDrafter
@@ -216,22 +215,6 @@ async def test_a_drafter_that_is_attached_and_detached_leaves_texts_with_a_gramm
             await rt.detach_draft()
         assert rt.statistics().draft_failures == 0
         assert (await rt.generate(PROMPT, **asked)).statistics.accepted_grammar > 0
-
-
-@sweep("draft", ["ngram", 2])
-async def test_no_more_of_a_long_forced_text_is_taken_than_may_be_proposed(draft, autojump_clock, monkeypatch):
-    copy, sizes = LookaheadTree.copy, list[int]()
-
-    def noting(tree: LookaheadTree, guesses: Sequence[Guess], *after: Any) -> None:
-        sizes.append(len(guesses))
-        copy(tree, guesses, *after)
-
-    monkeypatch.setattr(LookaheadTree, "copy", noting)
-    model = ScriptedModel(scripted(draft), vocab_size=VOCAB_SIZE) if isinstance(draft, int) else draft
-    async with simulated(ScriptedModel(scripted(1), vocab_size=VOCAB_SIZE), model) as simulation:
-        completion = await generated(simulation, Grammar.from_regex("[ab](bcd){40}", TOKENIZER), lookahead=3)
-    assert completion.statistics.accepted_grammar > 0
-    assert max(sizes) == 4
 
 
 async def test_a_token_that_the_model_lacks_is_not_proposed(autojump_clock: Any) -> None:

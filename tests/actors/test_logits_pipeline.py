@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of, qwen3, sliding_llama
-from scripted import ids, read_into
+from scripted import ids
 from sweeps import sweep
 
 import runtime
@@ -280,18 +280,6 @@ async def test_a_processor_that_keeps_a_state_is_taken_back_with_the_text(build:
                 assert len(processor.threads) == 2
 
 
-async def test_a_processor_with_a_state_and_a_seed_gives_one_text_with_any_drafter() -> None:
-    settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 4, "top_p": 0.9}
-    texts = []
-    for draft in (None, NEAR, TARGET):
-        async with runtime.open((TARGET, None), None if draft is None else (draft, None)) as rt:
-            for lookahead in (2, "auto"):
-                asked = {**settings, "lookahead": lookahead, "logits_processors": [Bans()]}
-                texts.append(ids((await rt.generate(PROMPT, **asked)).tokens))
-    assert all(text == texts[0] for text in texts)
-    assert len(set(texts[0])) == NUM_TOKENS
-
-
 async def test_streams_at_once_may_share_a_processor() -> None:
     reference, processor = plain(TARGET, own=[banned]), Bans()
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
@@ -354,15 +342,6 @@ def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
     assert left_out([1, 2, 4]) == {1, 2, 4}
 
 
-@pytest.mark.parametrize("lookahead", [3, "auto"])
-async def test_a_processor_that_is_marked_stateless_is_speculated_with(lookahead: Any) -> None:
-    asked: dict[str, Any] = {"lookahead": lookahead, "logits_processors": [runtime.stateless(banned)]}
-    async with runtime.open((TARGET, None), (TARGET, None)) as rt:
-        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, **asked)
-    assert ids(completion.tokens) == plain(TARGET, own=[banned])
-    assert completion.statistics.accepted > completion.statistics.rejected == 0 or lookahead == "auto"
-
-
 async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is_said_once(caplog):
     class Ledger:
         """Records the lengths of its calls, and has no `restore`."""
@@ -382,47 +361,6 @@ async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is
     (warning,) = [record.getMessage() for record in caplog.records if "Ledger" in record.getMessage()]
     assert "nothing is drafted" in warning
     assert "runtime.stateless" in warning
-
-
-class Tantrum(ValueError):
-    """The error of a processor in these tests."""
-
-
-@pytest.mark.parametrize("draft", [None, NEAR])
-async def test_an_error_in_a_processor_ends_its_stream_and_no_other(draft: nn.Module | None) -> None:
-    @runtime.stateless
-    def throws(tokens: mx.array, logits: mx.array) -> mx.array:
-        if len(tokens) == len(PROMPT) + 5:
-            raise Tantrum("enough")
-        return logits
-
-    given: list[int] = []
-    async with runtime.open((TARGET, None), None if draft is None else (draft, None)) as rt:
-        with pytest.raises(runtime.ProcessorError, match="raised Tantrum: enough") as caught:
-            await read_into(given, rt.stream(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[throws]))
-        assert isinstance(caught.value.__cause__, Tantrum)
-        assert given == plain(TARGET)[: len(given)]
-        assert len(given) <= 5
-        assert ids((await rt.generate(PROMPT, max_tokens=NUM_TOKENS)).tokens) == plain(TARGET)
-
-
-async def test_a_processor_that_cannot_say_its_state_begins_no_stream() -> None:
-    class Shy(Bans):
-        def save(self) -> tuple[int, ...]:
-            raise Tantrum("no")
-
-    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        with pytest.raises(runtime.ProcessorError, match=r"raised Tantrum in save\(\): no"):
-            rt.stream(PROMPT, logits_processors=[Shy()])
-        assert rt.num_streams == 0
-
-
-async def test_a_processor_that_returns_no_logits_is_told_so() -> None:
-    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        for result in (None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))):
-            processor = runtime.stateless(lambda tokens, logits, result=result: result)
-            with pytest.raises(runtime.ProcessorError, match=r"must return logits of shape \(1, 80\), got"):
-                await rt.generate(PROMPT, logits_processors=[processor])
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -458,17 +396,6 @@ async def test_log_probabilities_are_from_before_filters_and_temperature(accepta
         assert len(token.top_logprobs) == VOCAB_SIZE
         assert token.id in [top.id for top in token.top_logprobs[:3]]
         assert sum(mx.exp(mx.array([top.logprob for top in token.top_logprobs])).tolist()) == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.slow
-async def test_log_probabilities_are_given_where_they_are_asked_for() -> None:
-    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        completion = await rt.generate("def f(x):", max_tokens=8, logprobs=2)
-        for token in completion.tokens:
-            assert token.top_logprobs[0].text == token.text
-            assert token.logprob == token.top_logprobs[0].logprob <= 0
-        completion = await rt.generate("def f(x):", max_tokens=8)
-        assert all(token.logprob is None and token.top_logprobs == () for token in completion.tokens)
 
 
 # --- bounds that depend on the model --------------------------------------------------------------

@@ -20,10 +20,8 @@ from scripted import (
     ScriptedModel,
     ScriptedSequence,
     Simulation,
-    collect,
     digest,
     fraction,
-    never,
     next_token,
     plain_text,
     priced,
@@ -31,16 +29,13 @@ from scripted import (
     spike,
     text_of,
     truthful,
-    within,
 )
 from sweeps import sweep
 
 import runtime
 from actors.drafters.drafter import MAX_IDLE_ROUNDS
-from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
-from protocol.messages import Proposal, Withdraw
-from protocol.trace import Event
+from protocol.messages import Proposal
 
 PREFILL, VERIFY = 4.0, 32.0
 PRICE = priced(prefill=PREFILL, verify=VERIFY, decode=VERIFY)
@@ -125,22 +120,6 @@ async def test_the_text_is_the_targets_own(kind: str, lookahead: Any, autojump_c
     async with simulated(ScriptedModel(SCRIPTS[kind]), "ngram") as simulation:
         text = await text_of(simulation, prompt, max_tokens=60, lookahead=lookahead)
     assert text == plain_text(SCRIPTS[kind], prompt, 60)
-
-
-WITH_STATES = {"undo": never, "keeps_states": True}
-
-
-@sweep("abilities, lookahead", [
-    ({"undo": never}, 1), ({"undo": never}, "auto"), (WITH_STATES, 4), (WITH_STATES, "auto"),
-    ({"undo": within(40), "keeps_states": True}, 4),
-])  # fmt: skip
-async def test_the_text_is_the_same_where_the_target_cannot_rewind(abilities, lookahead, autojump_clock):
-    async with simulated(ScriptedModel(slipping(0.2), **abilities), "ngram") as simulation:
-        text = await text_of(simulation, [0, 3], max_tokens=80, lookahead=lookahead)
-        statistics = simulation.runtime.statistics()
-    assert text == plain_text(slipping(0.2), [0, 3], 80)
-    assert statistics.accepted > 0
-    assert (statistics.n1_rounds > 0) == (abilities == {"undo": never})
 
 
 @sweep("lookahead", [0, 3])
@@ -237,21 +216,6 @@ async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(draft, a
     assert opened == [asked]
 
 
-async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(slipping(0.2)), "ngram", price=PRICE) as simulation:
-        completion = await simulation.runtime.generate([0, 3], max_tokens=100, lookahead=3)
-        received = simulation.target_worker.sessions.received
-    statistics = completion.statistics
-    proposed = [message for message in received[0] if isinstance(message, Proposal)]
-    assert statistics.accepted == sum(token.from_draft for token in completion.tokens) > 20
-    assert statistics.rejected > 0
-    assert statistics.accepted + statistics.rejected == statistics.proposed <= sum(len(p.tokens) for p in proposed)
-    assert statistics.rounds == len(proposed)
-    assert statistics.lookahead_hits + statistics.lookahead_misses == statistics.rounds - 1
-    assert statistics.lookahead_hits > 0
-    assert (statistics.draft_busy, statistics.draft_failures, statistics.draft_replayed_tokens) == (0, 0, 0)
-
-
 @sweep("max_tokens", [1, 2, 3, 4, 7, 12])
 @sweep("lookahead", [1, 3, 8, "auto"])
 async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_tokens: int, autojump_clock: Any) -> None:
@@ -281,28 +245,6 @@ async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) 
         first, *others = sizes(simulation)
     assert first == UNPRICED_LOOKAHEAD
     assert max(others) > 3 * UNPRICED_LOOKAHEAD
-
-
-async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -> None:
-    lengths: list[int] = []
-
-    def look(event: Event) -> None:
-        if event.kind == "proposal" and trio.current_time() > 200:
-            lengths.append(len(drafter(simulation)._sessions[0].tree.chain()))
-
-    async with simulated(ScriptedModel(reciting(never_the_same(8))), "ngram", listener=look) as simulation:
-        await text_of(simulation, [0, 0], max_tokens=100)
-    assert max(lengths) < 8
-
-
-async def test_the_steeper_the_price_the_less_is_proposed(autojump_clock: Any) -> None:
-    means = []
-    for slope in (0.0, 0.1, 0.4):
-        async with simulated(ScriptedModel(slipping(0.25)), "ngram", price=sloped(slope)) as simulation:
-            await text_of(simulation, [0, 3], max_tokens=150)
-            proposed = sizes(simulation)
-        means.append(sum(proposed) / len(proposed))
-    assert means[0] > means[1] > means[2] > 0
 
 
 async def seconds(script: Script, price: Price, num_tokens: int, draft: Any = "ngram", **settings: Any) -> float:
@@ -372,34 +314,6 @@ async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) ->
     # The first word of the quotation must be there before a lookup can find it.
     assert begin + 1 < awake.start <= begin + 1 + 3
     assert awake.tokens[0] == awake.start % begin
-
-
-async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autojump_clock: Any) -> None:
-    text = never_the_same(8)
-    async with simulated(ScriptedModel(reciting(text)), "ngram", price=sloped(0.06)) as simulation:
-        rejected = []
-        for _ in range(2):
-            completion = await simulation.runtime.generate(text[:2], max_tokens=400)
-            rejected.append(completion.statistics.rejected)
-    assert rejected[0] > 2 * rejected[1]
-
-
-# --- messages, tasks, cancellation ----------------------------------------------------------------
-
-
-def drafter(simulation: Simulation) -> LookupActor:
-    actor = simulation.runtime._draft
-    assert isinstance(actor, LookupActor)
-    return actor
-
-
-async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_session(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
-        stream, other = (simulation.runtime.stream([0, 1, 2], max_tokens=12) for _ in range(2))
-        drafter(simulation).mailbox.send_nowait(Withdraw(0))
-        assert await collect(stream) == plain_text(counting(5), [2], 12)
-        assert stream.statistics().draft_failures == 1
-        assert await collect(other) == plain_text(counting(5), [2], 12)
 
 
 # --- on real models and threads -------------------------------------------------------------------

@@ -158,13 +158,6 @@ async def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(
         assert again.statistics.accepted > 0
 
 
-async def test_a_drafter_without_numbers_is_warned_of(autojump_clock: Any, caplog: Any) -> None:
-    async with simulated(ScriptedModel(sure), ScriptedModel(failing_at(8, "one NaN"))) as simulation:
-        assert await text_of(simulation, PROMPT, max_tokens=12, lookahead=2) == TEXT
-    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "the draft model gave logits that are not numbers (NaN) for the token at position 8" in record.getMessage()
-
-
 # --- processors -----------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 session's.
 """
 
-import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -171,16 +170,6 @@ async def test_a_hits_proposal_follows_its_verdict_before_any_task_runs(num_othe
     took_part = [drafted in {share.session for share in span.shares} | {span.session} for span in passes]
     own = [i for i, with_drafted in enumerate(took_part) if with_drafted]
     assert own == list(range(own[0], own[-1] + 1))
-
-
-async def test_no_session_waits_for_more_than_the_pass_that_runs(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
-        await texts(simulation, lookahead=2)
-        spans = [span for span in simulation.spans("target") if span.kind in ("verify", "decode")]
-        for session in range(len(PROMPTS)):
-            own = [i for i, span in enumerate(spans) if session in {s.session for s in span.shares} | {span.session}]
-            # Between two passes of a session, there is at most one that it could not join, and one in between.
-            assert max(b - a for a, b in itertools.pairwise(own)) <= 3
 
 
 def refusing_one(script: Script, first: int, num_tokens: int) -> RefusingModel:

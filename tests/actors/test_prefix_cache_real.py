@@ -11,14 +11,14 @@ import pytest
 from architectures import ARCHITECTURES, OF_ALL_CACHES, build
 from completions import ids
 from greedy_pair import greedy_text
-from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
+from models import gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
 from prefills import Prefills
 from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.prefix_cache import PrefixCache, common_length, pack
+from actors.prefix_cache import common_length, pack
 
 # Several chunks per prompt. The window is full in the first turn or the second. The tail is cut off for a checkpoint.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -96,22 +96,6 @@ async def three_turns(rt: runtime.Runtime, **asked: Any) -> list[int]:
     return cached
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FEW)
-async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str) -> None:
-    """After a bonus token the target's cache is one token short; if all is accepted, the drafter's is behind by one."""
-    for draft in (family(name), Shifted(family(name))):
-        async with runtime.open((family(name), None), (draft, None)) as rt:
-            for max_tokens in range(1, 6):  # all places in a round of four tokens, and the next round
-                prompt = some_prompt(20, seed=max_tokens)
-                first = await rt.generate(prompt, max_tokens=max_tokens, lookahead=3, reuse_prefix=True)
-                assert ids(first) == text(name, tuple(prompt), 8)[:max_tokens]
-                second = prompt + ids(first) + some_prompt(3, seed=12)
-                again = await rt.generate(second, max_tokens=8, lookahead=3, reuse_prefix=True)
-                assert ids(again) == text(name, tuple(second), 8)
-                assert again.statistics.cached_tokens >= 19
-
-
 # --- options --------------------------------------------------------------------------------------
 
 
@@ -165,25 +149,6 @@ async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing
     assert (cached[1] > 0, cached[2] > 0) == (size >= 59, size >= 78)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
-def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> None:
-    model = MLXModel(family(name), CacheOptions())
-    one_line = model.open_sequence(beside_another=False)
-    one_line.feed(tuple(some_prompt(40)), 0)
-    budget = int(2.5 * one_line.num_bytes)
-    assert one_line.num_bytes >= sum(layer.nbytes for layer in one_line.cache) > 0
-    prefix_cache = PrefixCache(model, budget)
-    for seed in range(6):
-        prompt = (seed, *some_prompt(40, seed=seed))
-        hit = prefix_cache.open(prompt, beside_another=False)
-        hit.sequence.feed(prompt[:-1], 0)
-        prefix_cache.put(hit.sequence, prompt[:-1], prompt, beside_another=False)
-        assert 0 < prefix_cache.num_bytes <= budget
-    assert len(prefix_cache) == 2
-    prefix_cache.close()
-    assert prefix_cache.num_bytes == 0
-
-
 @sweep("name", ["mamba", "lfm2", "falcon_h1", "qwen3_next"])
 def test_a_text_with_checkpoints_holds_no_more_than_what_is_counted_of_it(name: str) -> None:
     """And not, beside each state, all of the pass that it is a part of."""
@@ -224,13 +189,14 @@ async def test_a_beginning_that_texts_have_in_common_is_in_memory_once(name: str
         assert len(prefix_cache) >= 4
         assert sizes[-1] < (4.0 if name == "sliding windows" else 1.5) * sizes[0]
         # Each goes on as if it were alone: in a next turn, from another point, and when the first one has left.
+        longer = [[*prompts[2], 5, 6], [*prompts[1][:280], 7], [*prompts[3], 8], [*prompts[3][:290], 9, 9]]
+        alone = [ids(await rt.generate(prompt, **asked)) for prompt in longer]
         for evicts in (False, True):
             if evicts:
                 await rt._target.settled_prefix_cache()
                 prefix_cache.shrink(sizes[-1] - 1)
                 assert len(prefix_cache) >= 3
-            for prompt in [[*prompts[2], 5, 6], [*prompts[1][:280], 7], [*prompts[3], 8], [*prompts[3][:290], 9, 9]]:
-                cold = ids(await rt.generate(prompt, **asked))
+            for prompt, cold in zip(longer, alone, strict=True):
                 assert ids(await rt.generate(prompt, reuse_prefix=True, **asked)) == cold
 
 
@@ -257,14 +223,15 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
     in_common = {id: size for _, sequence in stored for id, size in sequence.memory.items()}
     assert sum(in_common.values()) < sum(sequence.num_bytes for _, sequence in stored)
     # Each goes on as if it were alone, also after what was fed to the others.
-    while stored:
-        for text, sequence in stored:
-            expected = read(text).feed((7, 8), 1)
+    left = [(text, sequence, read(text).feed((7, 8), 1)) for text, sequence in stored]
+    mx.eval([expected for *_, expected in left])
+    while left:
+        for text, sequence, expected in left:
             assert mx.allclose(sequence.copy(len(text)).feed((7, 8), 1), expected, atol=1e-3)
             saved = model.open_sequence(beside_another=False)
             saved.put_state(sequence.take_state(tuple(text)))
             assert mx.allclose(saved.feed((7, 8), 1), expected, atol=1e-3)
-        text, sequence = stored.pop(draws.randrange(len(stored)))
+        text, sequence, _ = left.pop(draws.randrange(len(left)))
         expected = read(text).feed((9, 10), 1)
         sequence.reuse(len(text))
         assert mx.allclose(sequence.feed((9, 10), 1), expected, atol=1e-3)

@@ -25,7 +25,6 @@ from scripted import (
     never,
     pair_with,
     priced,
-    read_into,
     run,
     simulated,
     truthful,
@@ -141,14 +140,6 @@ async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_cl
             assert [sequence.is_closed for sequence in model.sequences[:2]] == [True, False]
 
 
-async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without_one(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        await turn(simulation, PROMPT, 4, lookahead=3)
-        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == 0
-        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == len(PROMPT) - 1
-        assert (await turn(simulation, PROMPT, 4, lookahead=1)).cached_tokens == len(PROMPT) - 1
-
-
 @every_cache
 async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_sequences(cache, autojump_clock):
     async with simulated(*pair_with(cache)) as simulation:
@@ -170,19 +161,6 @@ async def test_a_text_that_begins_like_another_copies_the_beginning_and_leaves_i
         assert (await turn(simulation, [*range(1, 11), 60], 6)).cached_tokens == 10
         again = [*longest, *continuation(longest, 6), 1, 2]
         assert (await turn(simulation, again, 6)).cached_tokens == len(longest) + 6 - 1
-
-
-async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        await turn(simulation, PROMPT, 4)
-        prompts = [[*PROMPT, other, 3] for other in (1, 2)]
-        streams = [simulation.runtime.stream(prompt, max_tokens=6, reuse_prefix=True) for prompt in prompts]
-        texts = [[], []]
-        async with trio.open_nursery() as nursery:
-            for text, stream in zip(texts, streams, strict=True):
-                nursery.start_soon(read_into, text, stream)
-        assert texts == [continuation(prompt, 6) for prompt in prompts]
-        assert [stream.statistics().cached_tokens for stream in streams] == [len(PROMPT)] * 2
 
 
 # --- texts that were cancelled or failed ----------------------------------------------------------

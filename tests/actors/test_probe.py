@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from completions import open_and_close
 from mlx_lm.models import phi3small
-from models import VOCAB_SIZE, Wrapped, llama, mamba
+from models import VOCAB_SIZE, Wrapped, llama
 from scripted import ScriptedFailure, ScriptedModel, truthful
 from sweeps import sweep
 
@@ -67,13 +67,6 @@ async def test_a_model_that_does_not_fill_its_cache_is_refused_when_it_is_opened
 
 
 # --- checks at any time ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("build", [llama, mamba])
-def test_a_model_that_works_passes_a_probe_however_often(build: Any) -> None:
-    model = MLXModel(build(), CacheOptions())
-    for _ in range(3):
-        probe(model)
 
 
 def test_a_probe_closes_its_sequence_whatever_comes() -> None:

@@ -132,16 +132,6 @@ async def test_what_a_cancelled_reader_has_read_is_used_and_the_rest_is_read_onc
         assert num_read(simulation) == NUM_READ
 
 
-async def test_one_that_waits_may_be_cancelled(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        streams = [simulation.runtime.stream(PROMPT, **ASKED) for _ in range(3)]
-        await trio.sleep(5.0)
-        await streams[1].aclose()
-        assert [await collect(streams[i]) for i in (0, 2)] == [continuation(PROMPT, 8)] * 2
-        assert num_read(simulation) == NUM_READ
-        assert len(simulation.target.sequences) == 2
-
-
 @sweep("fails", [{"feed": {1}}, {"copy": {1}}, {"open": {1}}])
 async def test_a_reader_that_fails_fails_alone_and_so_does_a_copy(fails: Any, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful, fails=fails)) as simulation:

@@ -118,26 +118,6 @@ async def test_a_prompt_that_another_thread_gives_up_as_it_is_about_to_be_read_e
         assert await collect(simulation.runtime.stream(PROMPTS[1], max_tokens=8)) == continuation(PROMPTS[1], 8)
 
 
-async def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time(autojump_clock: Any) -> None:
-    long = [[i % 7 for i in range(200)], [i % 5 for i in range(180)]]
-    async with simulated(ScriptedModel(truthful), None) as simulation:
-        got: list[int] = []
-
-        async def decode() -> None:
-            got.extend(await collect(simulation.runtime.stream(PROMPTS[0], max_tokens=60)))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(decode)
-            await trio.sleep(8.5)  # in simulated time: it has begun
-            begun = len(simulation.events)
-            found = await texts_of(simulation, long, max_tokens=NUM_TOKENS)
-            assert found == [continuation(prompt, NUM_TOKENS) for prompt in long]
-        kinds = [each.kind for each in simulation.events[begun:] if isinstance(each, Span)]
-        while_reading = kinds[kinds.index("prefill") : len(kinds) - kinds[::-1].index("prefill")]
-        assert "prefill prefill" not in " ".join(kind for kind in while_reading if kind != "open")
-        assert got == continuation(PROMPTS[0], 60)
-
-
 async def test_tokens_that_were_read_together_are_counted_for_their_own_text(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), None) as simulation:
         completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=2)

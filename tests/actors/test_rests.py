@@ -3,19 +3,15 @@
 import itertools
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from delays import RestingPolicy
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
-from scripted import PRICES, ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
+from scripted import ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
 from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.workers.worker import Job
-from protocol.auto_policy import AutoPolicy
-from protocol.draft_plan import MAX_UNREAD
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
 from protocol.trace import Event
 
@@ -82,39 +78,6 @@ async def test_texts_that_begin_together_have_their_first_tokens_before_the_draf
     assert all(text == continuation([number, *PROMPT], 60) for number, text in texts.items())
 
 
-@attrs.define
-class _RestsUntilFarBehind(AutoPolicy):
-    """Rests without catching up until the drafter is 300 tokens behind."""
-
-    has_rested: bool = False
-
-    def should_rest(self) -> bool:
-        return not self.has_rested
-
-    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        self.has_rested = self.has_rested or num_behind > 300
-        return not self.has_rested
-
-    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        return False
-
-
-async def test_a_drafter_that_is_far_behind_after_a_rest_reads_by_chunks(autojump_clock: Any) -> None:
-    def price(job: Job[Any]) -> float:
-        return {"open": 0.0, "close": 0.0}.get(job.kind, 0.5 + 0.05 * job.num_tokens)
-
-    async with simulated(
-        ScriptedModel(truthful),
-        ScriptedModel(agreeing(0.9)),
-        price=price,
-        make_policy=lambda settings, prices: _RestsUntilFarBehind(prices, prices.calibration(settings.manner)),
-    ) as simulation:
-        text = await text_of(simulation, PROMPT, max_tokens=450)
-        assert simulation.runtime.statistics().proposed > 0
-    assert text == continuation(PROMPT, 450)
-    assert max(span.num_tokens for span in simulation.spans("draft")) <= MAX_UNREAD
-
-
 async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: Any) -> None:
     found: list[tuple[int | None, int]] = []
 
@@ -131,31 +94,6 @@ async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: An
             nursery.start_soon(collect, simulation.runtime.stream(prompt, max_tokens=10))
     # Each of them, some of them twice.
     assert set(found) == {(session, 0) for session in range(4)}
-
-
-async def test_a_drafter_that_is_late_before_it_has_read_a_prompt_comes_back(autojump_clock: Any) -> None:
-    prices = {"open": 0.0}
-
-    def price(job: Job[Any]) -> float:
-        return prices.get(job.kind, PRICES[job.kind])
-
-    texts: dict[int, list[int]] = {}
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.9)), draft_price=price) as simulation:
-        await text_of(simulation, PROMPT, max_tokens=100)
-        prices["open"] = 600.0
-
-        async def read(number: int) -> None:
-            texts[number] = await text_of(simulation, [number, *PROMPT], max_tokens=NUM_TOKENS)
-
-        async with trio.open_nursery() as nursery:
-            for number in range(4):
-                nursery.start_soon(read, number)
-        statistics = simulation.runtime.statistics()
-        late, back = ({each.session for each in simulation.instants(kind)} for kind in ("overdue", "rejoin"))
-    assert all(text == continuation([number, *PROMPT], NUM_TOKENS) for number, text in texts.items())
-    assert late == {1, 2, 3, 4}
-    assert statistics.draft_failures == 0
-    assert back & late
 
 
 async def test_a_text_that_begins_alone_after_many_does_not_begin_with_a_rest(autojump_clock: Any) -> None:

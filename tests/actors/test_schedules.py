@@ -284,27 +284,3 @@ def test_lookup_gives_the_same_text_whatever_comes_twice_or_late(scenario: Any) 
 
     statistics = run(main)
     event(f"proposed: {statistics.proposed > 0}, rested: {statistics.resting_rounds > 0}")
-
-
-# --- several sessions at once ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_sessions", [1, 2, 4])
-async def test_like_sessions_in_turns_share_the_target_without_pauses(num_sessions: int, autojump_clock: Any) -> None:
-    ended: list[float] = []
-    price = priced(prefill=0.0, draft=0.125, verify=8.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, max_batch=1) as simulation:
-
-        async def one(n: int) -> None:
-            await text_of(simulation, [n], max_tokens=30, lookahead=2)
-            ended.append(trio.current_time())
-
-        async with trio.open_nursery() as nursery:
-            for n in range(num_sessions):
-                nursery.start_soon(one, n)
-    # Ten rounds each. The drafter needs less than a verify for two tokens of each session, so only the first are waited
-    # for.
-    verifies = simulation.spans("target", "verify")
-    assert len(verifies) == 10 * num_sessions
-    assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
-    assert ended[-1] - ended[0] == 8.0 * (num_sessions - 1)

@@ -219,41 +219,6 @@ async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called
     assert (rows_per_pass > 1) == any(isinstance(event, Span) and event.shares for event in events) == shares
 
 
-@pytest.mark.slow
-def test_a_text_that_is_much_longer_than_the_others_has_passes_of_its_own() -> None:
-    wrapped = MLXModel(build("llama"), CacheOptions())
-    texts = [wrapped.open_sequence(beside_another=False) for _ in range(6)]
-    for text, length in zip(texts, (100, 4000, 120, 90, 110, 80), strict=True):
-        text.feed(tuple(i % VOCAB_SIZE for i in range(length)), 0)
-    for step in range(3):
-        mx.eval(wrapped.feed_together([Feed(text, (step + 1,), 1) for text in texts]))
-        assert [text.is_row for text in texts] == [True, False, True, True, True, True]
-    for text in texts:
-        text.close()
-
-
-def test_a_batch_gives_back_the_memory_of_a_long_text_that_has_left() -> None:
-    wrapped = MLXModel(build("llama"), CacheOptions())
-    texts = [wrapped.open_sequence(beside_another=False) for _ in range(3)]
-    for text, length in zip(texts, (1500, 100, 200), strict=True):
-        text.feed(tuple(i % VOCAB_SIZE for i in range(length)), 0)
-    mx.eval(wrapped.feed_together([Feed(text, (1,), 1) for text in texts]))
-    batch = texts[0].batch
-    assert batch is not None
-    assert batch is texts[1].batch
-    held = batch.num_bytes
-    texts[0].close()
-    assert batch.num_bytes <= held / 4
-    after = wrapped.feed_together([Feed(text, (2,), 1) for text in texts[1:]])
-    alone = wrapped.open_sequence(beside_another=False)
-    alone.feed(tuple(i % VOCAB_SIZE for i in range(100)), 0)
-    alone.feed((1,), 0)
-    expected = alone.feed((2,), 1)
-    assert mx.allclose(after[0], expected, atol=1e-4)
-    for text in (*texts[1:], alone):
-        text.close()
-
-
 def louder(tokens: Any, logits: Any) -> Any:
     return logits * 1.5
 

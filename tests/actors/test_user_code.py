@@ -55,19 +55,6 @@ async def test_what_a_processor_returned_and_is_of_no_use_ends_its_stream_alone(
             assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
 
 
-async def test_where_only_the_drafter_cannot_evaluate_it_nothing_but_drafting_is_lost() -> None:
-    @runtime.stateless
-    def foreign_to_the_drafter(tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits + LAZY_HERE if threading.current_thread().name == "outrider-draft" else logits
-
-    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        asked = {"max_tokens": NUM_TOKENS, "lookahead": 3}
-        completion = await rt.generate(PROMPT, **asked, logits_processors=[foreign_to_the_drafter])
-        assert ids(completion) == PLAIN
-        assert completion.statistics.draft_failures == 1
-        assert (await rt.generate(PROMPT, **asked)).statistics.accepted > 0
-
-
 def logits_pipeline(*processors: Any) -> LogitsPipeline:
     return LogitsPipeline(Open(0, (1, 2), Settings(logits_processors=processors), seed=0, stop_tokens=frozenset()))
 
@@ -75,6 +62,12 @@ def logits_pipeline(*processors: Any) -> LogitsPipeline:
 def process(*processors: Any) -> mx.array:
     shaped = logits_pipeline(*processors)
     return shaped.process(mx.zeros((1, VOCAB_SIZE)), shaped.history([1, 2]), 2)
+
+
+@sweep("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])
+def test_logits_must_be_an_array_of_their_shape(result: Any) -> None:
+    with pytest.raises(runtime.ProcessorError, match=r"must return logits of shape \(1, 80\), got"):
+        process(lambda tokens, logits: result)
 
 
 @sweep("dtype", [mx.int32, mx.bool_, mx.complex64, mx.float16, mx.bfloat16, mx.float32])
@@ -278,9 +271,9 @@ async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone() -> None:
             assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
 
 
-@sweep("kind", [SystemExit, KeyboardInterrupt])
+@sweep("kind", [ValueError, SystemExit, KeyboardInterrupt])
 @sweep("where", ["processor", "sampler", "model"])
-async def test_code_that_would_end_the_process_ends_its_stream_only(kind: type[BaseException], where: str) -> None:
+async def test_code_that_raises_anything_ends_its_stream_only(kind: type[BaseException], where: str) -> None:
     def leave(*arguments: mx.array, cache: Any = None) -> mx.array:
         raise kind("enough")
 

@@ -123,13 +123,6 @@ def test_passes_that_people_would_wait_for_are_not_timed_twice(base: float, num_
     assert [widths.count(width) for width in (2, 4)] == [num_passes, num_passes]
 
 
-@pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0])
-def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) -> None:
-    less, more = (run(lambda k=k: warmed_up(*models(), kappa=k)).contention for k in (kappa / 2, kappa))
-    assert less <= more
-    assert kappa == 0 or less < more
-
-
 def test_it_is_counted_for_no_session_and_leaves_no_sequence_open() -> None:
     heard, pair = list[Event](), models()
     run(lambda: warmed_up(*pair, heard=heard))

@@ -233,17 +233,6 @@ async def test_steps_are_done_in_a_row_and_each_is_heard_of_in_trios_thread() ->
     assert all(before.ended <= after.began for before, after in itertools.pairwise(jobs))
 
 
-async def test_a_step_is_heard_of_while_the_next_one_runs() -> None:
-    gate, heard = Gate(), trio.Event()
-    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
-        begin = counting(lambda number: gate() if number == 1 else None, 2)
-        nursery.start_soon(worker.run_steps, Steps("draft", begin, lambda job, result, goes_on: heard.set()))
-        await heard.wait()
-        await gate.begun()
-        assert not gate.is_done
-        gate.let_go_on()
-
-
 @sweep("how", ["interrupted", "a job waits"])
 async def test_steps_end_after_the_one_that_is_running(how: str) -> None:
     gate, done, heard = Gate(), list[Any](), list[Any]()
@@ -347,22 +336,6 @@ async def test_leaving_under_cancellation_waits_for_the_running_job_only(are_ste
     assert outrider_threads() == []
 
 
-async def test_leaving_takes_back_the_jobs_that_wait() -> None:
-    gate = Gate()
-    ran: list[str] = []
-    with trio.CancelScope() as scope:
-        async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-            nursery.start_soon(worker.run, job(gate))
-            await gate.begun()
-            nursery.start_soon(worker.run, job(lambda: ran.append("waited")))
-            await trio.testing.wait_all_tasks_blocked()
-            scope.cancel()
-            gate.let_go_on()
-    assert scope.cancelled_caught
-    assert ran == []
-    assert outrider_threads() == []
-
-
 async def test_workers_that_follow_each_other_share_one_thread_that_is_not_the_callers() -> None:
     threads: set[threading.Thread] = set()
     for number in range(50):
@@ -375,15 +348,6 @@ async def test_workers_that_follow_each_other_share_one_thread_that_is_not_the_c
     assert threading.current_thread() not in threads
 
 
-async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
-    async with ThreadWorker("draft") as worker:
-        dead = await worker.run(job(threading.current_thread))
-        with pytest.raises(JobError, match="has died"):
-            await worker.run_steps(steps_of(deadly, []))
-    async with ThreadWorker("draft") as worker:
-        assert await worker.run(job(threading.current_thread)) is not dead
-
-
 # --- a job that hangs -----------------------------------------------------------------------------
 
 
@@ -392,27 +356,28 @@ def impatience(monkeypatch: Any) -> None:
     monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.0)
 
 
+async def is_given_up(worker: ThreadWorker, call: Callable[[], Any]) -> None:
+    with pytest.raises(JobError, match="draft's thread has died of HangError"):
+        await worker.run(job(call))
+
+
 @pytest.mark.usefixtures("impatience")
 async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(caplog: Any) -> None:
     gate, scope = Gate(), trio.CancelScope()
 
-    async def fail(call: Callable[[], Any]) -> None:
-        with pytest.raises(JobError, match="draft's thread has died of HangError"):
-            await worker.run(job(call))
-
     async def hang() -> None:
         with scope:
-            await fail(gate)
+            await is_given_up(worker, gate)
 
     async with ThreadWorker("draft", may_be_given_up=True) as worker:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hang)
             await gate.begun()
-            nursery.start_soon(fail, lambda: None)
+            nursery.start_soon(is_given_up, worker, lambda: None)
             await trio.testing.wait_all_tasks_blocked()
             scope.cancel()
         assert not worker.is_alive
-        await fail(lambda: None)
+        await is_given_up(worker, lambda: None)
     assert "the draft model hangs" in caplog.text
     # What the thread reports at its end is ignored.
     gate.let_go_on()
@@ -450,14 +415,9 @@ async def test_a_job_that_hangs_is_given_up_where_another_waits_behind_it(caplog
     behind: list[Any] = []
     async with ThreadWorker("draft", may_be_given_up=True) as worker:
         async with trio.open_nursery() as nursery:
-
-            async def fail(call: Callable[[], Any]) -> None:
-                with pytest.raises(JobError, match="HangError"):
-                    await worker.run(job(call))
-
-            nursery.start_soon(fail, gate)
+            nursery.start_soon(is_given_up, worker, gate)
             await gate.begun()
-            nursery.start_soon(fail, lambda: behind.append("done"))
+            nursery.start_soon(is_given_up, worker, lambda: behind.append("done"))
         assert not worker.is_alive
         thread = worker._thread
     assert "hangs" in caplog.text
@@ -501,25 +461,6 @@ async def test_a_failed_job_keeps_nothing_of_what_it_had_in_memory() -> None:
 def deadly() -> Any:
     """An error that ends the thread, and not only the job."""
     return "no step"
-
-
-class DeadWorker(ThreadWorker):
-    """A worker whose thread dies before it takes a job."""
-
-    def _run_jobs(self) -> None:
-        raise RuntimeError("no such device")
-
-
-async def test_a_thread_that_dies_early_fails_its_job() -> None:
-    async with DeadWorker("target") as worker:
-        for _ in range(2):
-            with pytest.raises(JobError, match="target's thread has died of") as raised:
-                await worker.run(job(lambda: None))
-            assert raised.value.__cause__ is not None
-        with pytest.raises(JobError, match="has died"):
-            await worker.run_steps(steps_of(counting(lambda number: number, 3), []))
-        assert not worker.is_alive
-    assert outrider_threads() == []
 
 
 async def test_a_thread_that_dies_at_work_fails_waiting_and_later_jobs() -> None:

@@ -21,7 +21,7 @@ from trained_drafters import make
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from protocol.drafter_wire import DraftNews, TargetNews, decode, encode
+from protocol.drafter_wire import DraftNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from protocol.trace import Events
 from runtime.engine.opening import running
@@ -90,23 +90,6 @@ async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name
         assert counts.accepted > 0
 
 
-async def test_each_end_tells_what_its_own_actor_has_measured(autojump_clock: Any) -> None:
-    async with opened(DRAFTERS["llama"]()) as (rt, links):
-        await rt.generate_many(PROMPTS, max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
-        by_target, by_drafter = (
-            {
-                measured.kind
-                for data in link.sent
-                if isinstance(news := decode(data), DraftNews | TargetNews)
-                for measured in news.measured
-            }
-            for link in links
-        )
-    assert {"verify", "round"} <= by_target
-    assert {"draft", "reading"} <= by_drafter
-    assert not by_target & by_drafter
-
-
 async def test_several_streams_share_draft_steps_there(autojump_clock: Any) -> None:
     seen: list[runtime.Event] = []
     async with opened(DRAFTERS["llama"](), listener=seen.append) as (rt, _):
@@ -154,20 +137,6 @@ async def test_a_rounds_messages_are_few(autojump_clock: Any) -> None:
         sent = [message for data in link.sent if not isinstance(message := decode(data), DraftNews)]
     assert {type(message) for message in sent} == {Ready, Proposal}
     assert len(sent) <= 2 + completion.statistics.rounds
-
-
-async def test_a_text_is_reused_where_it_is(autojump_clock: Any) -> None:
-    seen: list[runtime.Event] = []
-    async with opened(DRAFTERS["llama"](), listener=seen.append) as (rt, _):
-        for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4], [*PROMPTS[2], 8, 9]):
-            completion = await rt.generate(prompt, max_tokens=8, lookahead=2, ignore_eos=True, reuse_prefix=True)
-            assert ids(completion.tokens) == greedy(models.llama(), prompt, 8)
-            assert completion.statistics.draft_failures == 0
-    spans = [event for event in seen if isinstance(event, runtime.Span) and event.actor == "draft"]
-    prefills = [span for span in spans if span.kind == "prefill"]
-    read = {id: sum(span.num_tokens for span in prefills if span.session == id) for id in range(3)}
-    assert read[0] == len(PROMPTS[2]) - 1
-    assert max(read[1], read[2]) <= 2
 
 
 # --- a drafter that is lost -----------------------------------------------------------------------
