@@ -183,15 +183,6 @@ async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given():
         assert (await conversation.generate("os", logits_processors=(speaks,))).text
 
 
-async def test_a_conversation_ends_with_its_runtime():
-    async with runtime.open(*pair()) as rt:
-        conversation = rt.conversation(**SETTINGS)
-        await conversation.generate("import")
-    with pytest.raises(runtime.RuntimeClosedError):
-        conversation.stream("os")
-    assert len(conversation.messages) == 2
-
-
 # --- invalid conversations ------------------------------------------------------------------------
 
 

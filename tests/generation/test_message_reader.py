@@ -138,17 +138,6 @@ def test_text_and_arguments_come_as_they_are_written():
     assert reader.is_in_block
 
 
-@sweep("tags", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|inner_prefix|>", "<|inner_suffix|>")])
-def test_tags_that_are_special_tokens_mark_the_reasoning(tags):
-    tokenizer = demo_with(*tags)
-    for prompt, text in (("", f"{tags[0]}a{tags[1]}b"), (tags[0], f"a{tags[1]}b")):
-        answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
-        assert answer.is_thinking is bool(prompt)
-        for token in tokenizer.encode(text, add_special_tokens=False):
-            answer.add(token, tokenizer.decode([token]), tokenizer.decode([token]))
-        assert (answer.thinking, answer.said) == ("a", "b")
-
-
 LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name and its value}'
 
 

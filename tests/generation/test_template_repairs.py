@@ -272,8 +272,3 @@ def test_calls_of_no_known_form_are_text_or_an_error_of_the_prompt(family, calls
 def test_a_message_with_calls_is_not_continued():
     with pytest.raises(runtime.PromptError, match="cannot continue a message with tool calls"):
         render_chat_template([user("one"), calls(FINE, prefix=True)], templated(TEMPLATES["chatml"]))
-
-
-def test_an_error_that_no_repair_helps_is_the_templates_own():
-    with pytest.raises(runtime.PromptError, match=r"the chat template does not take these messages: only on Sundays"):
-        render_chat_template([system(), user("one")], templated("{{ raise_exception('only on Sundays') }}"))
