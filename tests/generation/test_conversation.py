@@ -87,22 +87,6 @@ async def test_messages_are_a_copy_and_grow_with_what_is_given():
 # --- ends of turns --------------------------------------------------------------------------------
 
 
-@sweep("num_given", [1, 5])
-async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(num_given):
-    async with runtime.open(*pair()) as rt:
-        conversation = rt.conversation(**SETTINGS | {"max_tokens": 100})
-        got = []
-        async for token in conversation.stream("import"):
-            got.append(token.text)
-            if len(got) == num_given:
-                break
-        assert conversation.messages == [user("import"), assistant("".join(got))]
-        completion = await conversation.generate("os", max_tokens=5)
-        alone = await rt.generate([user("import"), assistant("".join(got)), user("os")], **SETTINGS | {"max_tokens": 5})
-        assert completion.text == alone.text
-        assert completion.statistics.cached_tokens > 0
-
-
 async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered():
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
     processor = says(wrapped, "<think>Hm, os</think>import os, too")

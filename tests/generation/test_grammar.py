@@ -558,17 +558,14 @@ async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "settings"), [("model", {}), ("ngram", {"temperature": 0.9, "seed": 5})], ids=["greedy", "seeded"]
-)
-async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, drafter, settings):
+async def test_the_text_is_the_same_with_a_draft_model(float32_pair):
     target, draft = float32_pair
     async with runtime.open(target) as rt:
-        plain = await described(rt, **settings)
-    async with runtime.open(target, draft if drafter == "model" else drafter) as rt:
-        drafted = await described(rt, lookahead=3, **settings)
+        plain = await described(rt)
+    async with runtime.open(target, draft) as rt:
+        drafted = await described(rt, lookahead=3)
     assert drafted.text == plain.text
-    assert drafted.statistics.accepted > 5 or drafter != "model"
+    assert drafted.statistics.accepted > 5
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,9 @@ def limited(script: Script, prompt: Sequence[int], budget: int, length: int) -> 
 
 
 async def texts(simulation: Any, prompt: Sequence[int], asked: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The texts of streams that run at once."""
+    """The texts of streams, twelve of which run at once."""
     prompts = [(prompt, settings) for settings in asked]
-    found = await simulation.runtime.generate_many(prompts, max_concurrent=len(prompts))
+    found = await simulation.runtime.generate_many(prompts, max_concurrent=12)
     return [ids(completion.tokens) for completion in found]
 
 
