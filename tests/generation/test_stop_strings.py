@@ -16,7 +16,7 @@ from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, says, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import Bytes, DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
+from sample_tokenizers import Bytes, OneLetterTokenizer, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -150,40 +150,34 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(tokens, s
 # --- real tokenizers ------------------------------------------------------------------------------
 
 
-@sweep("kind", ["fast", "slow"])
-def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind):
-    tokenizer = demo() if kind == "fast" else DecodeOnly(demo())
-    single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
-    any_token = st.integers(1, len(demo().get_vocab()) - 1)
-
-    @settings(deadline=None, derandomize=True, max_examples=60)
-    @given(st.lists(any_token | st.sampled_from(single_bytes), min_size=1, max_size=16), st.data())
-    def compare(tokens: list[int], data: st.DataObject) -> None:
-        text = demo().decode(tokens)
-        begins = st.integers(0, len(text) - 1) if text else st.just(0)
-        pieces = st.builds(lambda begin, length: text[begin : begin + length] or "x", begins, st.integers(1, 4))
-        stops = data.draw(st.lists(pieces, min_size=1, max_size=3))
-        assert read(tokenizer, tokens, stops) == cut(demo().decode, tokens, stops)
-
-    compare()
+SINGLE_BYTES = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
+ANY_TOKEN = st.integers(1, len(demo().get_vocab()) - 1)
 
 
-def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time():
+@given(st.lists(ANY_TOKEN | st.sampled_from(SINGLE_BYTES), min_size=1, max_size=16), st.data())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(tokens, data):
+    text = demo().decode(tokens)
+    begins = st.integers(0, len(text) - 1) if text else st.just(0)
+    pieces = st.builds(lambda begin, length: text[begin : begin + length] or "x", begins, st.integers(1, 4))
+    stops = data.draw(st.lists(pieces, min_size=1, max_size=3))
+    assert read(demo(), tokens, stops) == cut(demo().decode, tokens, stops)
+
+
+VOCABULARY = byte_fallback().get_vocab()
+WHOLE_CHARACTERS = [[VOCABULARY[f"<0x{byte:02X}>"] for byte in "🙂".encode()]]
+WHOLE_CHARACTERS += [[VOCABULARY[word]] for word in ("▁the", "▁cat", "▁sat", "s", "▁")]
+
+
+@given(
+    st.lists(st.sampled_from(WHOLE_CHARACTERS), min_size=1, max_size=8),
+    st.lists(st.sampled_from(["the", "e c", "ts", "s🙂", "🙂", " ", "🙂🙂", "at s"]), min_size=1, max_size=3),
+)
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time(parts, stops):
     """Of whole characters: a broken one would take back what was readable before."""
-    vocabulary = byte_fallback().get_vocab()
-    emoji = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
-    words = [[vocabulary[word]] for word in ("▁the", "▁cat", "▁sat", "s", "▁")]
-
-    @settings(deadline=None, derandomize=True, max_examples=100)
-    @given(
-        st.lists(st.sampled_from([emoji, *words]), min_size=1, max_size=8),
-        st.lists(st.sampled_from(["the", "e c", "ts", "s🙂", "🙂", " ", "🙂🙂", "at s"]), min_size=1, max_size=3),
-    )
-    def compare(parts: list[list[int]], stops: list[str]) -> None:
-        tokens = [token for part in parts for token in part]
-        assert read(byte_fallback(), tokens, stops) == cut(byte_fallback().decode, tokens, stops)
-
-    compare()
+    tokens = [token for part in parts for token in part]
+    assert read(byte_fallback(), tokens, stops) == cut(byte_fallback().decode, tokens, stops)
 
 
 # --- whole generations, real models ---------------------------------------------------------------

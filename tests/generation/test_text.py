@@ -23,9 +23,6 @@ def byte_fallback_ids(*tokens: str) -> list[int]:
     return [vocabulary[token] for token in tokens]
 
 
-TOKENIZERS = {"fast": demo, "slow": lambda: DecodeOnly(demo())}
-
-
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     """The piece of each token, and the final one."""
     detokenizer = Detokenizer(tokenizer)
@@ -68,40 +65,28 @@ SINGLE_BYTES = sorted(i for token, i in demo().get_vocab().items() if len(token)
 ANY_TOKENS = st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24)
 
 
-@sweep("kind", TOKENIZERS)
-def test_the_pieces_of_any_tokens_and_bytes_add_up(kind):
+@settings(deadline=None, max_examples=120)
+@given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
+def test_the_pieces_of_any_tokens_and_bytes_add_up(ids):
     assert len(SINGLE_BYTES) == 256
-    tokenizer = TOKENIZERS[kind]()
-
-    @settings(deadline=None, max_examples=120)
-    @given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
-    def add_up(ids: list[int]) -> None:
-        assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
-
-    add_up()
+    assert "".join(pieces(demo(), ids)) == demo().decode(ids)
 
 
-@sweep("kind", TOKENIZERS)
-def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind):
-    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
-    characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
-
-    @settings(deadline=None, max_examples=60)
-    @given(st.lists(st.sampled_from(characters), max_size=8))
-    def add_up(parts: list[list[int]]) -> None:
-        ids = [token for part in parts for token in part]
-        assert "".join(pieces(tokenizer, ids)) == byte_fallback().decode(ids)
-
-    add_up()
+CHARACTERS = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
 
-@sweep("kind", TOKENIZERS)
-def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind):
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(CHARACTERS), max_size=8))
+def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(parts):
+    ids = [token for part in parts for token in part]
+    assert "".join(pieces(byte_fallback(), ids)) == byte_fallback().decode(ids)
+
+
+def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing():
     """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
-    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
     assert "\ufffd" in byte_fallback().decode(ids)
-    text = "".join(pieces(tokenizer, ids))
+    text = "".join(pieces(byte_fallback(), ids))
     assert text.startswith("🙂")
     assert text.endswith(" the cat")
     assert text.count("the") == text.count("cat") == 1
@@ -110,20 +95,18 @@ def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-@sweep("kind", TOKENIZERS)
-def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind):
+def test_a_character_spread_over_tokens_comes_with_the_last_of_them():
     ids = demo().encode("a🙂b", add_special_tokens=False)
-    given_pieces = pieces(TOKENIZERS[kind](), ids)
+    given_pieces = pieces(demo(), ids)
     assert len(ids) > 3, "the emoji should be more than one token"
     shown = [piece for piece in given_pieces if piece]
     assert shown == ["a", "🙂", "b"]
     assert given_pieces[1:-3] == [""] * (len(ids) - 3)
 
 
-@sweep("kind", TOKENIZERS)
-def test_each_word_comes_with_its_token_and_keeps_its_space(kind):
+def test_each_word_comes_with_its_token_and_keeps_its_space():
     ids = demo().encode(" return self.items", add_special_tokens=False)
-    assert pieces(TOKENIZERS[kind](), ids) == [demo().decode([token]) for token in ids] + [""]
+    assert pieces(demo(), ids) == [demo().decode([token]) for token in ids] + [""]
     assert demo().decode(ids[:1]).startswith(" ")
 
 
