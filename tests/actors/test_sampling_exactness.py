@@ -48,20 +48,22 @@ def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list
     return [[p / sum(row) for p in row] for row in powers]
 
 
-def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
-    """For each pair of successive tokens, what followed it, and what should: that depends on the second only."""
-    after: dict[tuple[int, int], Counter[int]] = {}
+def successors(
+    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET, *, num_before: int = 2
+) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+    """For each few successive tokens, what followed them, and what should: that depends on the last of them only."""
+    after: dict[tuple[int, ...], Counter[int]] = {}
     for text in texts:
-        for x, y, z in zip(text, text[1:], text[2:], strict=False):
-            after.setdefault((x, y), Counter())[z] += 1
-    return [(counts, dict(enumerate(TARGET[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
+        for end in range(num_before, len(text)):
+            after.setdefault(tuple(text[end - num_before : end]), Counter())[text[end]] += 1
+    return [(counts, dict(enumerate(table[before[-1]]))) for before, counts in after.items() if counts.total() >= 20]
 
 
 def assert_drawn_of_target(tokens: Sequence[Sequence[Token]]) -> None:
     """Texts that are not over before their third token."""
     texts = [ids(text) for text in tokens]
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    assert pooled_p_value(successors([PROMPT + text for text in texts])) > SIGNIFICANCE
 
 
 def share_drafted(tokens: Sequence[Sequence[Token]]) -> float:
@@ -152,7 +154,7 @@ def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it(
     tokens = run(lambda: sample(250, target(), drafter(), max_tokens=12, stop_tokens=(2,), lookahead=4))
     texts = [tuple(ids(text)) for text in tokens]
     assert p_value(Counter(text[:2] for text in texts), outcomes(TARGET, 2, (2,))) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + list(text) for text in texts])) > SIGNIFICANCE
+    assert pooled_p_value(successors([PROMPT + list(text) for text in texts])) > SIGNIFICANCE
     stopped = dict.fromkeys(range(6), 0.0)
     for text, p in outcomes(TARGET, 5, (2,)).items():
         stopped[len(text) if text[-1] == 2 else 0] += p
@@ -240,7 +242,7 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
     variance = sum(overlap * (1 - overlap) for overlap in overlaps)
     assert variance > 100
     assert abs(accepted - sum(overlaps)) < 4 * math.sqrt(variance)
-    assert pooled_p_value(triples(list(map(ids, texts)))) > SIGNIFICANCE
+    assert pooled_p_value(successors(list(map(ids, texts)))) > SIGNIFICANCE
 
 
 @pytest.mark.slow
@@ -287,7 +289,7 @@ def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distributio
     tokens = run(lambda: sample(2 * NUM_SESSIONS, target(), drafter(), max_tokens=5, lookahead=2, **settings))
     texts, table = [ids(text) for text in tokens], at_temperature(TARGET, 0.7)
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(table, 2)) > SIGNIFICANCE
-    assert pooled_p_value(successors([PROMPT + text for text in texts], table)) > SIGNIFICANCE
+    assert pooled_p_value(successors([PROMPT + text for text in texts], table, num_before=1)) > SIGNIFICANCE
     assert share_drafted(tokens) > 0.1
 
 
@@ -370,18 +372,7 @@ def biased_target(bias: float) -> ScriptedModel:
 
 def test_a_bias_of_a_fifth_towards_the_draft_would_be_seen() -> None:
     tokens = run(lambda: sample(NUM_SESSIONS, biased_target(0.2), None, max_tokens=6))
-    assert pooled_p_value(triples([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
-
-
-def successors(
-    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET
-) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
-    """For each token, what came after it, and what should. Has a quarter of the degrees of freedom of `triples`."""
-    after: dict[int, Counter[int]] = {}
-    for text in texts:
-        for last, token in itertools.pairwise(text):
-            after.setdefault(last, Counter())[token] += 1
-    return [(counts, dict(enumerate(table[last]))) for last, counts in after.items()]
+    assert pooled_p_value(successors([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
 
 
 # --- the coupled match rule -----------------------------------------------------------------------
