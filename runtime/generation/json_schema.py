@@ -277,9 +277,6 @@ _OF_PROPERTIES = _COMPOSED | {"properties", "patternProperties", "required", "mi
 # Other reasons to leave an object open.
 _SAYS_OTHERWISE = frozenset(("additionalProperties", "unevaluatedProperties", "enum", "const"))
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
 _LEFT_AS_THEY_ARE = ("not", "if", "then", "else", "dependentSchemas", "dependencies")
 
 
@@ -289,48 +286,41 @@ def closed(schema: Any) -> Any:
     An object stays open if the schema says something about other properties, or describes it in several places: each
     of them would forbid what the others list. Raises: RecursionError: nested too deeply.
     """
-    closing = _Closing()
+    open_references: set[str] = set()  # whose targets must stay open
     while True:
-        num_open = len(closing.open_references)
-        copy = closing.copy(schema, "#", may_close="#" not in closing.open_references)
-        if len(closing.open_references) == num_open:
+        num_open = len(open_references)
+        copy = _closed(schema, "#", open_references)
+        if len(open_references) == num_open:
             return copy
 
 
-class _Closing:
-    """Copies a schema, until all references are known whose targets must stay open."""
-
-    def __init__(self) -> None:
-        self.open_references: set[str] = set()
-
-    def copy(self, schema: Any, place: str, *, may_close: bool) -> Any:
-        if not isinstance(schema, Mapping):
-            return schema
-        may_close = may_close and place not in self.open_references
-        others = schema.keys() & _OF_PROPERTIES
-        if isinstance(reference := schema.get("$ref"), str) and not (may_close and others == {"$ref"}):
-            self.open_references.add(reference)
-        kept = dict(schema)
-        for keyword in _MAPS:
-            if isinstance(parts := schema.get(keyword), Mapping):
-                below = f"{place}/{keyword}"
-                kept[keyword] = {key: self.copy(each, f"{below}/{key}", may_close=True) for key, each in parts.items()}
-        for keyword in _LISTS:
-            if isinstance(parts := schema.get(keyword), (list, tuple)):
-                is_alone = others == {keyword} and (keyword != "allOf" or len(parts) == 1)
-                may = keyword == "prefixItems" or (may_close and is_alone)
-                kept[keyword] = [
-                    self.copy(each, f"{place}/{keyword}/{i}", may_close=may) for i, each in enumerate(parts)
-                ]
-        for keyword in _SINGLE:
-            if keyword in schema:
-                kept[keyword] = self.copy(schema[keyword], f"{place}/{keyword}", may_close=True)
-        for name, part, _ in _entries([schema.get(keyword) for keyword in _LEFT_AS_THEY_ARE]):
-            if name == "$ref" and isinstance(part, str):
-                self.open_references.add(part)
-        if may_close and _is_closable(schema):
-            kept["additionalProperties"] = False
-        return kept
+def _closed(schema: Any, place: str, open_references: set[str], *, may_close: bool = True) -> Any:
+    """A copy in which all is closed that may be, by what is known of references; adds to these what it finds."""
+    if not isinstance(schema, Mapping):
+        return schema
+    may_close = may_close and place not in open_references
+    others = schema.keys() & _OF_PROPERTIES
+    if isinstance(reference := schema.get("$ref"), str) and not (may_close and others == {"$ref"}):
+        open_references.add(reference)
+    kept = dict(schema)
+    for keyword, inner in schema.items():
+        below = f"{place}/{keyword}"
+        if keyword in _LEFT_AS_THEY_ARE:
+            found = (part for name, part, _ in _entries(inner) if name == "$ref" and isinstance(part, str))
+            open_references.update(found)
+        elif keyword in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
+            kept[keyword] = {key: _closed(each, f"{below}/{key}", open_references) for key, each in inner.items()}
+        elif keyword in _LISTS_OF_SCHEMAS and isinstance(inner, (list, tuple)):
+            is_alone = others == {keyword} and (keyword != "allOf" or len(inner) == 1)
+            may = keyword == "prefixItems" or (may_close and is_alone)
+            kept[keyword] = [
+                _closed(each, f"{below}/{i}", open_references, may_close=may) for i, each in enumerate(inner)
+            ]
+        elif keyword in _SCHEMAS:
+            kept[keyword] = _closed(inner, below, open_references)
+    if may_close and _is_closable(schema):
+        kept["additionalProperties"] = False
+    return kept
 
 
 def _is_closable(schema: Mapping[str, Any]) -> bool:

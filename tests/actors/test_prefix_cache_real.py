@@ -213,7 +213,7 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
         return sequence
 
     stored = [(some_prompt(120), read(some_prompt(120)))]
-    for _ in range(12):
+    for _ in range(8):
         base, other = draws.choice(stored)
         num_common, num_more = draws.choice([40, 64, 90, 91, 200]), draws.randrange(30)
         text = [*base[:num_common], *some_prompt(num_more, seed=draws.randrange(99))]

@@ -48,20 +48,22 @@ def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list
     return [[p / sum(row) for p in row] for row in powers]
 
 
-def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
-    """For each pair of successive tokens, what followed it, and what should: that depends on the second only."""
-    after: dict[tuple[int, int], Counter[int]] = {}
+def successors(
+    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET, *, num_before: int = 2
+) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+    """For each few successive tokens, what followed them, and what should: that depends on the last of them only."""
+    after: dict[tuple[int, ...], Counter[int]] = {}
     for text in texts:
-        for x, y, z in zip(text, text[1:], text[2:], strict=False):
-            after.setdefault((x, y), Counter())[z] += 1
-    return [(counts, dict(enumerate(TARGET[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
+        for end in range(num_before, len(text)):
+            after.setdefault(tuple(text[end - num_before : end]), Counter())[text[end]] += 1
+    return [(counts, dict(enumerate(table[before[-1]]))) for before, counts in after.items() if counts.total() >= 20]
 
 
 def assert_drawn_of_target(tokens: Sequence[Sequence[Token]]) -> None:
     """Texts that are not over before their third token."""
     texts = [ids(text) for text in tokens]
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    assert pooled_p_value(successors([PROMPT + text for text in texts])) > SIGNIFICANCE
 
 
 def share_drafted(tokens: Sequence[Sequence[Token]]) -> float:
@@ -76,9 +78,10 @@ async def sample(
     prompt: Sequence[int] = PROMPT,
     price_seed: int = 0,
     draft_part: float = 1.0,
+    num_at_once: int = 8,
     **settings: Any,
 ) -> list[tuple[Token, ...]]:
-    """Texts of sessions with the seeds 0, 1, …; three at a time on one runtime.
+    """Texts of sessions with the seeds 0, 1, …; some at a time on one runtime.
 
     The mean duration of a draft step is `draft_part` of a target pass.
     """
@@ -86,7 +89,8 @@ async def sample(
     price, draft_price = random_price(price_seed), random_price(price_seed + 1, draft_part)
     async with simulated(target, draft, price=price, draft_price=draft_price) as simulation:
         requests = [(prompt, {"seed": seed}) for seed in range(num_sessions)]
-        return [each.tokens for each in await simulation.runtime.generate_many(requests, max_concurrent=3, **asked)]
+        found = await simulation.runtime.generate_many(requests, max_concurrent=num_at_once, **asked)
+        return [each.tokens for each in found]
 
 
 def target(**changes: Any) -> ScriptedModel:
@@ -106,7 +110,7 @@ def drafter(
 SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lookahead 2": ({}, {}, {"lookahead": 2}),
     # Otherwise the drafter would rest, and a rest is longer than these texts; so it is with most seeds of the prices.
-    "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02, "price_seed": 12}),
+    "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02, "price_seed": 12, "num_at_once": 3}),
     "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
     "caches that fill": ({"undo": within(5)}, {"undo": within(6)}, {"lookahead": 2}),
     "a drafter with fewer tokens that cannot rewind": ({}, {"table": NARROW_DRAFT, "undo": never}, {"lookahead": 2}),
@@ -150,7 +154,7 @@ def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it(
     tokens = run(lambda: sample(250, target(), drafter(), max_tokens=12, stop_tokens=(2,), lookahead=4))
     texts = [tuple(ids(text)) for text in tokens]
     assert p_value(Counter(text[:2] for text in texts), outcomes(TARGET, 2, (2,))) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + list(text) for text in texts])) > SIGNIFICANCE
+    assert pooled_p_value(successors([PROMPT + list(text) for text in texts])) > SIGNIFICANCE
     stopped = dict.fromkeys(range(6), 0.0)
     for text, p in outcomes(TARGET, 5, (2,)).items():
         stopped[len(text) if text[-1] == 2 else 0] += p
@@ -184,12 +188,14 @@ def test_an_earlier_answer_of_the_same_seed_is_a_prediction_like_any_other() -> 
 
     async def main() -> None:
         models = [ScriptedModel(markov([row] * 4), vocab_size=4) for row in (likely, other, likely)]
+        asked: dict[str, Any] = {"acceptance": "rejection", "temperature": 1.0, "lookahead": 1}
         async with simulated(*models[:2]) as first, simulated(models[2], "ngram") as second:
-            for seed in range(300):
-                asked: dict[str, Any] = {"seed": seed, "acceptance": "rejection", "temperature": 1.0, "lookahead": 1}
-                answer = ids((await first.runtime.generate(PROMPT, max_tokens=1, **asked)).tokens)
-                again = await second.runtime.generate(PROMPT, max_tokens=2, prediction=answer, **asked)
-                counts[tuple(ids(again.tokens)[:1])] += 1
+            prompts: list[Any] = [(PROMPT, {"seed": seed}) for seed in range(300)]
+            answers = await first.runtime.generate_many(prompts, max_tokens=1, **asked)
+            pairs = zip(prompts, answers, strict=True)
+            again = [(PROMPT, {**seed, "prediction": ids(answer.tokens)}) for (_, seed), answer in pairs]
+            found = await second.runtime.generate_many(again, max_tokens=2, **asked)
+            counts.update(tuple(ids(each.tokens)[:1]) for each in found)
 
     run(main)
     assert p_value(counts, {(token,): p for token, p in enumerate(likely)}) > SIGNIFICANCE
@@ -210,16 +216,18 @@ def copy_at_a_fixed_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChainPolicy, "expansion", expand)
 
 
-def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
+def judged(texts: Sequence[Sequence[Token]]) -> list[tuple[int, Token]]:
     """At lookahead 1: the tokens for which there was a guess, each with the token before it."""
-    pairs, last, is_bonus = [], PROMPT[0], False
-    # Nothing is proposed for the last position.
-    for token in tokens[:-1]:
-        if not is_bonus:
-            pairs.append((last, token))
-        # The token after an accepted guess is the target's own.
-        is_bonus = token.from_draft
-        last = token.id
+    pairs = []
+    for tokens in texts:
+        last, is_bonus = PROMPT[0], False
+        # Nothing is proposed for the last position.
+        for token in tokens[:-1]:
+            if not is_bonus:
+                pairs.append((last, token))
+            # The token after an accepted guess is the target's own.
+            is_bonus = token.from_draft
+            last = token.id
     return pairs
 
 
@@ -227,14 +235,14 @@ def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
 def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap(monkeypatch):
     # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
-    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
-    pairs = judged(tokens)
+    texts = run(lambda: sample(8, target(), drafter(), max_tokens=375, lookahead=1))
+    pairs = judged(texts)
     overlaps = [sum(map(min, TARGET[last], DRAFT[last])) for last, _ in pairs]
     accepted = sum(token.from_draft for _, token in pairs)
     variance = sum(overlap * (1 - overlap) for overlap in overlaps)
     assert variance > 100
     assert abs(accepted - sum(overlaps)) < 4 * math.sqrt(variance)
-    assert pooled_p_value(triples([ids(tokens)])) > SIGNIFICANCE
+    assert pooled_p_value(successors(list(map(ids, texts)))) > SIGNIFICANCE
 
 
 @pytest.mark.slow
@@ -248,8 +256,8 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
 
     target_row, draft_row = (0.14, 0.00, 0.18, 0.68), (0.02, 0.49, 0.00, 0.49)
     models = (ScriptedModel(markov(turned(row)), vocab_size=4) for row in (target_row, draft_row))
-    (tokens,) = run(lambda: sample(1, *models, max_tokens=1600, lookahead=1))
-    counts = Counter((token.id - last) % 4 for last, token in judged(tokens))
+    texts = run(lambda: sample(8, *models, max_tokens=200, lookahead=1))
+    counts = Counter((token.id - last) % 4 for last, token in judged(texts))
     assert counts.total() > 800
     assert p_value(counts, dict(enumerate(target_row))) > SIGNIFICANCE
 
@@ -266,7 +274,7 @@ def test_where_passes_over_drafted_tokens_fail_texts_have_the_targets_distributi
 
     models = RefusingModel(markov(TARGET), every_third_with_drafts, vocab_size=len(TARGET)), drafter(DRAFT)
     asked = {"max_tokens": 5, "lookahead": 3, "acceptance": "rejection"}
-    texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, **asked))]
+    texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, num_at_once=3, **asked))]
     assert len(models[0].failures) > 100
     assert p_value(Counter(tuple(text[:3]) for text in texts), outcomes(TARGET, 3)) > SIGNIFICANCE
 
@@ -281,14 +289,14 @@ def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distributio
     tokens = run(lambda: sample(2 * NUM_SESSIONS, target(), drafter(), max_tokens=5, lookahead=2, **settings))
     texts, table = [ids(text) for text in tokens], at_temperature(TARGET, 0.7)
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(table, 2)) > SIGNIFICANCE
-    assert pooled_p_value(successors([PROMPT + text for text in texts], table)) > SIGNIFICANCE
+    assert pooled_p_value(successors([PROMPT + text for text in texts], table, num_before=1)) > SIGNIFICANCE
     assert share_drafted(tokens) > 0.1
 
 
 @pytest.mark.slow
 def test_with_its_temperature_a_greedy_drafter_proposes_what_it_holds_likeliest() -> None:
-    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=1000, lookahead=1, draft_temperature=0.0))
-    pairs = judged(tokens)
+    texts = run(lambda: sample(8, target(), drafter(), max_tokens=125, lookahead=1, draft_temperature=0.0))
+    pairs = judged(texts)
     likeliest = {last: max(range(4), key=row.__getitem__) for last, row in enumerate(DRAFT)}
     drafted = [(last, token.id) for last, token in pairs if token.from_draft]
     assert drafted
@@ -307,8 +315,9 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(is_marked: 
         prices = {"price": random_price(1), "draft_price": random_price(2, 0.1)}
         async with simulated(target(), drafter(), **prices) as simulation:
             sampler = stateless(drawn) if is_marked else drawn
-            asked: dict[str, Any] = {"max_tokens": 5, "lookahead": 2, "sampler": sampler}
-            return [(await simulation.runtime.generate(PROMPT, **asked)).tokens for _ in range(2 * NUM_SESSIONS)]
+            prompts = [PROMPT] * (2 * NUM_SESSIONS)
+            found = await simulation.runtime.generate_many(prompts, max_tokens=5, lookahead=2, sampler=sampler)
+            return [each.tokens for each in found]
 
     tokens = run(sampled)
     assert_drawn_of_target(tokens)
@@ -363,18 +372,7 @@ def biased_target(bias: float) -> ScriptedModel:
 
 def test_a_bias_of_a_fifth_towards_the_draft_would_be_seen() -> None:
     tokens = run(lambda: sample(NUM_SESSIONS, biased_target(0.2), None, max_tokens=6))
-    assert pooled_p_value(triples([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
-
-
-def successors(
-    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET
-) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
-    """For each token, what came after it, and what should. Has a quarter of the degrees of freedom of `triples`."""
-    after: dict[int, Counter[int]] = {}
-    for text in texts:
-        for last, token in itertools.pairwise(text):
-            after.setdefault(last, Counter())[token] += 1
-    return [(counts, dict(enumerate(table[last]))) for last, counts in after.items()]
+    assert pooled_p_value(successors([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
 
 
 # --- the coupled match rule -----------------------------------------------------------------------

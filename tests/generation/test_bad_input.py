@@ -12,7 +12,6 @@ import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
-from completions import ids
 from greedy_pair import drafter, target
 from models import VOCAB_SIZE, prompt_of
 from our_threads import outrider_threads
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 WORDS = ["<unk>", "user", "assistant", "hello", "world", ":"]
-CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +83,6 @@ async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token():
                 rt.stream(prompt)
         with pytest.raises(runtime.PromptError, match="no chat template; give the prompt as text or token ids"):
             rt.stream(messages)
-    async with runtime.open((target(), word_tokenizer(WORDS, chat_template=CHAT))) as rt:
-        by_messages = await rt.generate(messages, max_tokens=8)
-        by_text = await rt.generate("user : hello assistant :", max_tokens=8)
-        assert ids(by_messages) == ids(by_text)
-        assert (by_messages.statistics.prompt_tokens, by_messages.text) == (5, by_text.text)
 
 
 # --- options of open ------------------------------------------------------------------------------

@@ -165,7 +165,9 @@ async def cancel_at_event(way: Way, lookahead: Any, n: int, *, schedule: int, go
         assert await text_of(simulation, OTHER_PROMPT, **settings) == OTHER_TEXT
         await trio.sleep(1000)
         assert_ended(simulation, struck_at)
-        del kept
+        if kept is not None and kept.finish_reason is None:
+            with pytest.raises(RuntimeClosedError):
+                await anext(kept)
     return f"{events[n - 1].actor} {events[n - 1].kind}"
 
 
@@ -227,59 +229,7 @@ def test_a_timeout_ends_the_generation_at_any_time(way, lookahead):
     assert timeout > 3 * 4 + 5 * 8
 
 
-# --- a cancelled stream afterwards ----------------------------------------------------------------
-
-
-@sweep("lookahead", [None, 2])
-def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(lookahead):
-    async def close_after(delay: float) -> None:
-        async with simulated(*models(lookahead)) as simulation:
-            stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
-            await trio.sleep(delay)
-            await stream.aclose()
-            # At once, and also when the running job is done.
-            for wait in (0, 100):
-                await trio.sleep(wait)
-                with pytest.raises(RuntimeClosedError):
-                    await anext(stream)
-            assert stream.finish_reason is None
-
-    for i in range(0, 60, 3):
-        run(close_after, i + 0.125)
-
-
-@sweep("lookahead", [None, 2])
-def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that_task(lookahead):
-    async def close_after(delay: float) -> None:
-        async with simulated(*models(lookahead)) as simulation, trio.open_nursery() as nursery:
-            stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
-
-            async def consume() -> None:
-                with pytest.raises(RuntimeClosedError):
-                    await collect(stream)
-                assert trio.current_time() == delay
-
-            nursery.start_soon(consume)
-            await trio.sleep(delay)
-            await stream.aclose()
-
-    for i in range(0, 40, 3):
-        run(close_after, i + 0.125)
-
-
 # --- at the edges ---------------------------------------------------------------------------------
-
-
-async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autojump_clock):
-    async with simulated(*models(2)) as simulation:
-        for _ in range(20):
-            with pytest.warns(ResourceWarning, match="dropped unread"):
-                simulation.runtime.stream(PROMPT, **settings_of(2))
-        assert await text_of(simulation, OTHER_PROMPT, max_tokens=8) == OTHER_TEXT
-        await trio.testing.wait_all_tasks_blocked()
-        assert simulation.runtime.num_streams == 0
-        # The others were taken back before the models heard of them.
-        assert {span.session for span in simulation.spans("target", *MODEL_WORK)} == {20}
 
 
 async def test_a_stream_in_a_reference_cycle_ends_when_the_collector_finds_it(autojump_clock):
@@ -294,20 +244,6 @@ async def test_a_stream_in_a_reference_cycle_ends_when_the_collector_finds_it(au
         assert simulation.runtime.num_streams == 0
         await trio.sleep(1000)
         assert_ended(simulation, at)
-
-
-def test_a_stream_may_outlive_its_event_loop():
-    async def leave_with_a_stream() -> TokenStream:
-        async with simulated(*models(2)) as simulation:
-            stream = simulation.runtime.stream(PROMPT, **settings_of(2))
-            await anext(stream)
-            return stream
-
-    stream = run(leave_with_a_stream)
-    assert stream.finish_reason is None
-    # pytest would show an error that dropping it raised.
-    del stream
-    gc.collect()
 
 
 async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_back(autojump_clock):

@@ -118,7 +118,7 @@ def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages, switche
 TAGS = [
     *[("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>")],
     *[("<|inner_prefix|>", "<|inner_suffix|>"), ("<|thought_begin|>", "<|thought_end|>")],
-    *[("◁think▷", "◁/think▷"), ("<think:opensource>", "</think:opensource>")],
+    *[("◁think▷", "◁/think▷"), ("<think:opensource>", "</think:opensource>"), ("<seed:think>", "</seed:think>")],
 ]
 
 

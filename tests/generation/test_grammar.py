@@ -82,13 +82,6 @@ def test_a_token_is_allowed_where_the_text_with_it_can_still_be_completed(text):
             assert (token in left) == (len(longer) <= 4 and set(longer) <= set("ab"))
 
 
-def test_the_end_is_allowed_where_possible_and_forced_where_necessary():
-    grammar = Grammar.from_regex("a+b?", TOKENIZER)
-    assert END not in after(grammar, "")
-    assert {END} < after(Grammar.from_regex("a+b?", TOKENIZER), "aa")
-    assert after(Grammar.from_regex("a+b?", TOKENIZER), "aab") == {END}
-
-
 @sweep("text", ["aab", "aa"])
 def test_behind_the_end_comes_nothing_but_the_end(text):
     grammar = Grammar.from_regex("a+b?", TOKENIZER)
@@ -122,23 +115,17 @@ def test_what_is_allowed_keeps_its_logits(dtype):
         assert masked[0, token].item() == (logits[0, token].item() if is_allowed else -mx.inf)
 
 
-def test_disallowed_text_and_what_follows_are_left_as_they_are():
+# Also ids that the tokenizer does not know.
+@sweep("token", [*encode("c"), VOCAB_SIZE, VOCAB_SIZE + 1000, 2**31 - 1])
+def test_disallowed_text_and_what_follows_are_left_as_they_are(token):
     grammar = Grammar.from_regex("[ab]+", TOKENIZER)
     after(grammar, "a")
     saved = grammar.save()
-    a, c = encode("a"), encode("c")
-    everything = set(range(VOCAB_SIZE))
-    assert allowed(grammar, PROMPT + a + c) == everything
-    assert allowed(grammar, PROMPT + a + c + a) == everything
+    a, everything = encode("a"), set(range(VOCAB_SIZE))
+    assert allowed(grammar, [*PROMPT, *a, token]) == everything
+    assert allowed(grammar, [*PROMPT, *a, token, *a]) == everything
     grammar.restore(saved)
     assert END in allowed(grammar, PROMPT + a + a) < everything
-
-
-@sweep("token", [VOCAB_SIZE, VOCAB_SIZE + 1000, 2**31 - 1])
-def test_a_token_that_the_tokenizer_does_not_know_is_one_that_is_not_allowed(token):
-    grammar = Grammar.from_regex("[ab]+", TOKENIZER)
-    allowed(grammar, PROMPT)
-    assert len(allowed(grammar, [*PROMPT, token])) == VOCAB_SIZE
 
 
 def test_one_of_some_texts_is_followed():
@@ -392,10 +379,9 @@ TOO_MANY = "added up over all values, must be at most 100000, got "
         (by(10**400 + 1), TOO_MANY),
     ],
 )
-@sweep("compact", [True, False])
-def test_a_schema_that_cannot_be_followed_is_refused_in_llguidance_s_words(schema, complaint, compact):
+def test_a_schema_that_cannot_be_followed_is_refused_in_llguidance_s_words(schema, complaint):
     with pytest.raises(runtime.SettingsError, match=complaint):
-        Grammar.from_json_schema(schema, TOKENIZER, compact=compact)
+        Grammar.from_json_schema(schema, TOKENIZER, compact=True)
     with pytest.raises(runtime.SettingsError, match=complaint):
         check_json_schema(schema)
 
@@ -571,17 +557,14 @@ async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "settings"), [("model", {}), ("ngram", {"temperature": 0.9, "seed": 5})], ids=["greedy", "seeded"]
-)
-async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, drafter, settings):
+async def test_the_text_is_the_same_with_a_draft_model(float32_pair):
     target, draft = float32_pair
     async with runtime.open(target) as rt:
-        plain = await described(rt, **settings)
-    async with runtime.open(target, draft if drafter == "model" else drafter) as rt:
-        drafted = await described(rt, lookahead=3, **settings)
+        plain = await described(rt)
+    async with runtime.open(target, draft) as rt:
+        drafted = await described(rt, lookahead=3)
     assert drafted.text == plain.text
-    assert drafted.statistics.accepted > 5 or drafter != "model"
+    assert drafted.statistics.accepted > 5
 
 
 @pytest.fixture(scope="module")
@@ -591,14 +574,6 @@ def float32_pair() -> list[tuple[Any, Any]]:
     for model, _ in pair:
         model.set_dtype(mx.float32)
     return [(model, tokenizer) for model, tokenizer in pair]
-
-
-@pytest.mark.slow
-async def test_what_is_sampled_by_rejection_is_valid_every_time():
-    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        for seed, lookahead in enumerate((3, "auto")):
-            completion = await described(rt, temperature=1.0, seed=seed, acceptance="rejection", lookahead=lookahead)
-            assert lookahead != 3 or completion.statistics.accepted > 0
 
 
 @pytest.mark.slow
@@ -614,16 +589,6 @@ async def test_streams_that_share_a_grammar_have_their_texts_alone(float32_pair)
             fresh = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
             assert completion.text == (await rt.generate(prompt, logits_processors=[fresh], **settings)).text
     assert len({completion.text for completion in at_once}) > 1
-
-
-@pytest.mark.slow
-async def test_a_grammar_that_asks_for_the_impossible_ends_its_stream_and_no_other():
-    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        # Compiled for another tokenizer than the model's.
-        grammar = Grammar.from_regex("[ab]z", characters("abc", eos_token="<eos>"))
-        with pytest.raises(runtime.ProcessorError, match=r"\[ab\]z asks for text that no token stands for"):
-            await rt.generate(REQUEST, logits_processors=[grammar])
-        await described(rt)
 
 
 async def test_a_grammar_needs_the_end_of_the_text():

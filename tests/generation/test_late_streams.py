@@ -45,12 +45,21 @@ async def one_of_many(simulation: Simulation) -> None:
 
 
 async def cancel_and_begin(
-    begin: Begin, ticks: int, *, draft: Drafter, at: float, num_before: int, schedule: int, max_streams: int | None
+    begin: Begin,
+    ticks: int,
+    *,
+    wait: float = 0.0,
+    draft: Drafter,
+    at: float,
+    num_before: int,
+    schedule: int,
+    max_streams: int | None,
 ) -> None:
-    """Cancel a runtime whose body goes on for a while, and begin something `ticks` turns later.
+    """Cancel a runtime whose body goes on for a while, and begin something `ticks` turns, or a while later.
 
     Args:
         ticks: turns of the event loop; negative for turns before the cancellation.
+        wait: further seconds.
         at: seconds after which the runtime is cancelled.
         num_before: number of streams that run by then.
     """
@@ -88,6 +97,7 @@ async def cancel_and_begin(
         nursery.start_soon(cancel)
         for _ in range(1 + max(0, ticks)):
             await trio.lowlevel.checkpoint()
+        await trio.sleep(wait)
         try:
             with pytest.raises(RuntimeClosedError):
                 await begin(simulations[0])
@@ -106,34 +116,13 @@ async def cancel_and_begin(
     ],
 )
 def test_what_begins_as_the_runtime_is_cancelled_finds_it_closed(begin, draft, num_before, max_streams):
+    how: Any = {"draft": draft, "num_before": num_before, "max_streams": max_streams}
     # In the middle of a long job; and at a moment at which jobs begin and end.
     for at, ticks in itertools.product((10.25, 24.0), range(-3, 12, 2)):
-        how = {"draft": draft, "at": at, "num_before": num_before, "schedule": ticks, "max_streams": max_streams}
-        run(partial(cancel_and_begin, begin, ticks, **how))
-
-
-def test_a_stream_begun_during_the_last_job_hears_of_the_close():
-    async def begin_after(seconds: float) -> None:
-        async with trio.open_nursery() as nursery:
-            simulations: list[Simulation] = []
-
-            async def body() -> None:
-                with trio.move_on_after(13.0):
-                    async with simulated(ScriptedModel(truthful), drafter("model")) as simulation:
-                        simulations.append(simulation)
-                        reading = simulation.runtime.stream(PROMPT, max_tokens=None)
-                        with trio.CancelScope(shield=True):
-                            await trio.sleep(40)
-                        with pytest.raises(RuntimeClosedError):
-                            await collect(reading)
-
-            nursery.start_soon(body)
-            await trio.sleep(seconds)
-            with pytest.raises(RuntimeClosedError, match="open another"):
-                await collect(simulations[0].runtime.stream(PROMPT, max_tokens=None))
-
-    for quarters in range(1, 31 * 4, 5):
-        run(begin_after, 13.0 + quarters / 4)
+        run(partial(cancel_and_begin, begin, ticks, at=at, schedule=ticks, **how))
+    # During the last job, and after it.
+    for quarters in range(1, 31, 6):
+        run(partial(cancel_and_begin, begin, 0, wait=quarters / 4, at=10.25, schedule=quarters, **how))
 
 
 def test_a_runtime_that_was_cancelled_before_its_block_began_takes_no_streams():

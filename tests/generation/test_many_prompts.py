@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+from sample_tokenizers import OneLetterTokenizer
 from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, priced, run, simulated, text_of, truthful
 from sweeps import sweep
 from ways_to_cancel import Begin, Way, by_aclose, by_break, by_leaving, by_scope, read
@@ -76,7 +77,7 @@ async def test_one_by_one_they_come_as_they_finish(autojump_clock):
 
 @sweep("max_concurrent", [1, 2, 5, 100])
 def test_concurrency_is_bounded_and_results_come_in_order(max_concurrent):
-    async def main(schedule: int) -> None:
+    async def main(schedule: int, waits_s: float | None) -> None:
         max_running = 0
 
         def look(_: Any) -> None:
@@ -84,16 +85,21 @@ def test_concurrency_is_bounded_and_results_come_in_order(max_concurrent):
             max_running = max(max_running, simulation.runtime.num_streams)
 
         async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
-            completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-            assert max_running == min(max_concurrent, len(PROMPTS))
+            taken = Taken(len(PROMPTS), waits_s=waits_s or 0.0)
+            prompts = (iter(prompt) for prompt in PROMPTS) if waits_s is None else taken.prompts()
+            many = simulation.runtime.generate_many(prompts, max_concurrent=max_concurrent, **SETTINGS)
+            completions = await many
+            assert await many is completions
+            # Prompts that come slowly are done one by one.
+            assert max_running == (1 if waits_s else min(max_concurrent, len(PROMPTS)))
             assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
             assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
             assert [completion.finish_reason for completion in completions] == ["length"] * 6
             assert simulation.runtime.statistics().generated_tokens == 36
             await assert_over(simulation)
 
-    for schedule in range(3):
-        run(main, schedule)
+    for schedule, waits_s in enumerate((None, 0.0, 50.0)):
+        run(main, schedule, waits_s)
 
 
 async def test_eight_at_a_time_unless_told_otherwise(autojump_clock):
@@ -102,14 +108,6 @@ async def test_eight_at_a_time_unless_told_otherwise(autojump_clock):
         await trio.testing.wait_all_tasks_blocked()
         assert simulation.runtime.num_streams == 8
         assert len(await many) == 20
-
-
-async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_clock):
-    async with simulated(*pair()) as simulation:
-        many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
-        completions = await many
-        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
-        assert await many is completions
 
 
 # --- async iterables ------------------------------------------------------------------------------
@@ -133,17 +131,6 @@ class Taken:
                 yield PROMPTS[number % len(PROMPTS)]
         finally:
             self.is_closed = True
-
-
-@sweep("waits_s", [0.0, 50.0])
-@sweep("max_concurrent", [1, 3, 100])
-async def test_prompts_may_come_from_an_async_iterable(max_concurrent, waits_s, autojump_clock):
-    async with simulated(*pair()) as simulation:
-        prompts = Taken(len(PROMPTS), waits_s=waits_s).prompts()
-        completions = await simulation.runtime.generate_many(prompts, max_concurrent=max_concurrent, **SETTINGS)
-        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
-        assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
-        await assert_over(simulation)
 
 
 @sweep("is_async", [True, False])
@@ -294,7 +281,7 @@ NO_NUMBER = "max_concurrent must be a whole number of at least 1"
         *((PROMPTS, {"max_concurrent": each}, SettingsError, NO_NUMBER) for each in (0, -1, 2.0, True, None, "8")),
         (PROMPTS, {"max_tokens": 0}, SettingsError, "max_tokens"),
         (PROMPTS, {"stop_tokens": [64]}, SettingsError, "stop_tokens"),
-        (PROMPTS, {"stop": "x"}, SettingsError, "stop"),
+        (PROMPTS, {"stop": "x"}, SettingsError, r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"),
         (PROMPTS, {"maxtokens": 3}, SettingsError, "maxtokens"),
     ],
 )
@@ -371,25 +358,7 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel):
         run(main, at, prices[number % 2])
 
 
-async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock):
-    async with simulated(*pair()) as simulation:
-        stream = simulation.runtime.stream([2, 2], **SETTINGS)
-        async with simulation.runtime.generate_many(PROMPTS, **SETTINGS):
-            await trio.sleep(10)
-        assert [token.id async for token in stream] == continuation([2, 2], 6)
-
-
 # --- failures -------------------------------------------------------------------------------------
-
-
-@sweep("nth_check", [1, 4, 9])
-async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_on(nth_check, autojump_clock):
-    async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
-        found = await simulation.runtime.generate_many(PROMPTS, max_concurrent=3, on_error="return", **SETTINGS)
-        (failed,) = [index for index, each in enumerate(found) if isinstance(each, RewindError)]
-        others = [each for each in found if isinstance(each, Completion)]
-        assert texts(others) == [continuation(prompt, 6) for prompt in PROMPTS[:failed] + PROMPTS[failed + 1 :]]
-        await assert_over(simulation)
 
 
 @sweep("on_error", ["raise", "return"])
@@ -444,19 +413,10 @@ def test_what_was_ready_before_a_failure_is_given_before_it():
     run(main, run(count))
 
 
-class Broken:
-    """A tokenizer that cannot decode."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-    has_thinking = False
-
-    def decode(self, _: Sequence[int]) -> str:
-        raise LookupError("no such token")
-
-
 async def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime(autojump_clock):
-    async with simulated(*pair(), tokenizer=Broken()) as simulation:
-        with pytest.raises(LookupError, match="no such token"):
+    bad_token = continuation(PROMPTS[2], 6)[3]
+    async with simulated(*pair(), tokenizer=OneLetterTokenizer(fails_at=bad_token)) as simulation:
+        with pytest.raises(ValueError, match=f"no token {bad_token}"):
             await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
         await trio.testing.wait_all_tasks_blocked()
         assert simulation.runtime.num_streams == 0

@@ -9,8 +9,6 @@ import re
 from types import SimpleNamespace
 from typing import Any, cast
 
-import mlx.core as mx
-import numpy as np
 from chat_models import demo_with, says
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import llama
@@ -138,18 +136,6 @@ def test_text_and_arguments_come_as_they_are_written():
     assert reader.is_in_block
 
 
-@sweep("tags", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|inner_prefix|>", "<|inner_suffix|>")])
-def test_tags_that_are_special_tokens_mark_the_reasoning(tags):
-    tokenizer = demo_with(*tags)
-    for prompt, text in (("", f"{tags[0]}a{tags[1]}b"), (tags[0], f"a{tags[1]}b")):
-        answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
-        assert answer.is_thinking is bool(prompt)
-        for token in tokenizer.encode(text, add_special_tokens=False):
-            answer.texts.append(tokenizer.decode([token]))
-            answer.mark(token, answer.texts[-1])
-        assert (answer.thinking, answer.said) == ("a", "b")
-
-
 LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name and its value}'
 
 
@@ -249,11 +235,5 @@ def test_a_grammar_holds_the_model_to_calls_in_their_channel(text, choice, is_al
     tools, format = tools_of([function], choice), format_of(tokenizer())
     marks = marks_of(ReasoningTracker(tokenizer(), ()))
     grammar = Grammar(call_grammar(tools, format, tokenizer(), **marks), tokenizer())
-    tokens, is_let_through = [0], True
-    for token in (*tokenizer().encode(text, add_special_tokens=False), tokenizer().eos_token_id):
-        logits = np.array(grammar(mx.array(tokens), mx.zeros((1, len(tokenizer())))))
-        is_let_through = is_let_through and bool(logits[0, token] == 0)
-        if not is_let_through:
-            break
-        tokens.append(token)
-    assert is_let_through is is_allowed
+    tokens = [*tokenizer().encode(text, add_special_tokens=False), tokenizer().eos_token_id]
+    assert grammar.allows(tokens) is is_allowed

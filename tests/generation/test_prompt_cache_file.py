@@ -149,13 +149,18 @@ async def test_the_context_holds_what_is_cached_too(tmp_path):
             rt.stream([1], prompt_cache_file=file)
 
 
-async def test_what_fails_is_said_of_the_stream_alone(tmp_path):
-    model = llama()
-    file = cache_prompt(tmp_path / "prompt.safetensors", llama(num_key_value_heads=2))
-    async with runtime.open((model, None)) as rt:
-        with pytest.raises(runtime.SessionFileError, match=r"does not fit the target: .*; open the model that it was"):
-            await rt.generate(SUFFIX, prompt_cache_file=file)
-        assert (await rt.generate(SUFFIX, max_tokens=2)).finish_reason == "length"
+async def test_a_file_that_cannot_be_read_on_ends_its_stream_alone(tmp_path):
+    other = cache_prompt(tmp_path / "other.safetensors", llama(num_key_value_heads=2))
+    cut_off = cache_prompt(tmp_path / "cut.safetensors", llama())
+    cut_off.write_bytes(cut_off.read_bytes()[:-100])
+    async with runtime.open((llama(), None)) as rt:
+        for file, says in (
+            (other, r"does not fit the target: .*; open the model that it was"),
+            (cut_off, "cannot read the prompt cache file"),
+        ):
+            with pytest.raises(runtime.SessionFileError, match=says):
+                await rt.generate(SUFFIX, prompt_cache_file=file)
+            assert len((await rt.generate(SUFFIX, max_tokens=3)).tokens) == 3
 
 
 # --- the header -----------------------------------------------------------------------------------
@@ -203,12 +208,3 @@ async def test_a_file_that_is_none_is_refused_before_any_work(tmp_path, content,
             rt.stream(SUFFIX, prompt_cache_file=file)
         with pytest.raises(runtime.SettingsError, match="leave out prompt_cache_file or reuse_prefix"):
             rt.stream(SUFFIX, prompt_cache_file=file, reuse_prefix=True)
-
-
-async def test_a_file_that_is_cut_off_ends_its_stream(tmp_path):
-    file = cache_prompt(tmp_path / "prompt.safetensors", llama())
-    file.write_bytes(file.read_bytes()[:-100])
-    async with runtime.open((llama(), None)) as rt:
-        with pytest.raises(runtime.SessionFileError):
-            await rt.generate(SUFFIX, prompt_cache_file=file)
-        assert len((await rt.generate(SUFFIX, max_tokens=3)).tokens) == 3

@@ -1,6 +1,5 @@
 """Scores: the log-probabilities of continuations, under every kind of cache, and however they begin and end."""
 
-import asyncio
 import functools
 import itertools
 import math
@@ -15,7 +14,7 @@ from asgi import Letters, looping
 from blocking_models import BlockingModel, released_on_exit
 from cache_subjects import ATOL, SUBJECTS, TEXT, Subject, subject
 from completions import ids
-from faces import got, on_asyncio, on_every_face, within
+from faces import got, on_every_face, within
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Failing, Wrapped, gemma3_text, llama, mamba, prompt_of
 from our_threads import outrider_threads
@@ -286,24 +285,6 @@ async def test_scores_and_streams_at_the_same_time_have_each_their_own():
                 nursery.start_soon(score)
 
 
-async def test_a_score_waits_for_its_turn_among_the_streams():
-    model = BlockingModel(llama())
-    async with runtime.open((model, None), max_streams=1) as rt:
-        with released_on_exit(model):
-            model.block()
-            async with rt.stream(PROMPT, max_tokens=1):
-                await model.blocked_in_trio()
-                with trio.CancelScope() as scope:
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(rt.score, PROMPT, CONTINUATION)
-                        await trio.testing.wait_all_tasks_blocked()
-                        assert rt.num_waiting == 1
-                        scope.cancel()
-                assert rt.num_waiting == 0
-                model.release()
-        assert len((await rt.score(PROMPT, CONTINUATION)).tokens) == len(CONTINUATION)
-
-
 class CancelAt:
     """A trace that cancels a scope at the nth event."""
 
@@ -367,19 +348,3 @@ async def test_scores_are_the_models_on_every_face(open):
         assert [len(token.top_logprobs) for token in score.tokens] == [2] * len(CONTINUATION)
         with pytest.raises(runtime.PromptError, match="as a continuation, the prompt is empty"):
             await got(rt.score(PROMPT, []))
-
-
-@on_asyncio
-async def test_cancelling_a_score_in_asyncio_frees_it():
-    model = BlockingModel(llama())
-    async with runtime.aio.open((model, None)) as rt:
-        with released_on_exit(model):
-            model.block()
-            task = asyncio.create_task(rt.score(PROMPT, CONTINUATION))
-            await model.blocked_in_asyncio()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            model.release()
-        assert len((await rt.score(PROMPT, CONTINUATION)).tokens) == len(CONTINUATION)
-        assert rt.num_streams == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Bytes, DecodeOnly, byte_fallback, demo
+from sample_tokenizers import EMOJI_BYTES, WORDS, Bytes, DecodeOnly, byte_fallback, demo
 from sweeps import sweep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -21,9 +21,6 @@ from runtime.generation.text import Detokenizer, encode_prompt
 def byte_fallback_ids(*tokens: str) -> list[int]:
     vocabulary = byte_fallback().get_vocab()
     return [vocabulary[token] for token in tokens]
-
-
-TOKENIZERS = {"fast": demo, "slow": lambda: DecodeOnly(demo())}
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -63,52 +60,33 @@ def test_the_first_token_may_complete_a_character_of_the_prompt():
 # --- the pieces add up ----------------------------------------------------------------------------
 
 
-@sweep("text", SCRIPTS)
-@sweep("kind", TOKENIZERS)
-def test_the_pieces_of_any_script_add_up(kind, text):
-    ids = demo().encode(text, add_special_tokens=False)
-    assert "".join(pieces(TOKENIZERS[kind](), ids)) == demo().decode(ids) == text
-
-
 # Single-byte tokens produce every kind of broken text.
 SINGLE_BYTES = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
 ANY_TOKENS = st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24)
 
 
-@sweep("kind", TOKENIZERS)
-def test_the_pieces_of_any_tokens_and_bytes_add_up(kind):
+@settings(deadline=None, max_examples=120)
+@given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
+def test_the_pieces_of_any_tokens_and_bytes_add_up(ids):
     assert len(SINGLE_BYTES) == 256
-    tokenizer = TOKENIZERS[kind]()
-
-    @settings(deadline=None, max_examples=120)
-    @given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
-    def add_up(ids: list[int]) -> None:
-        assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
-
-    add_up()
+    assert "".join(pieces(demo(), ids)) == demo().decode(ids)
 
 
-@sweep("kind", TOKENIZERS)
-def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind):
-    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
-    characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
-
-    @settings(deadline=None, max_examples=60)
-    @given(st.lists(st.sampled_from(characters), max_size=8))
-    def add_up(parts: list[list[int]]) -> None:
-        ids = [token for part in parts for token in part]
-        assert "".join(pieces(tokenizer, ids)) == byte_fallback().decode(ids)
-
-    add_up()
+CHARACTERS = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
 
-@sweep("kind", TOKENIZERS)
-def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind):
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(CHARACTERS), max_size=8))
+def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(parts):
+    ids = [token for part in parts for token in part]
+    assert "".join(pieces(byte_fallback(), ids)) == byte_fallback().decode(ids)
+
+
+def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing():
     """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
-    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
     assert "\ufffd" in byte_fallback().decode(ids)
-    text = "".join(pieces(tokenizer, ids))
+    text = "".join(pieces(byte_fallback(), ids))
     assert text.startswith("🙂")
     assert text.endswith(" the cat")
     assert text.count("the") == text.count("cat") == 1
@@ -117,29 +95,19 @@ def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-@sweep("kind", TOKENIZERS)
-def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind):
+def test_a_character_spread_over_tokens_comes_with_the_last_of_them():
     ids = demo().encode("a🙂b", add_special_tokens=False)
-    given_pieces = pieces(TOKENIZERS[kind](), ids)
+    given_pieces = pieces(demo(), ids)
     assert len(ids) > 3, "the emoji should be more than one token"
     shown = [piece for piece in given_pieces if piece]
     assert shown == ["a", "🙂", "b"]
     assert given_pieces[1:-3] == [""] * (len(ids) - 3)
 
 
-@sweep("kind", TOKENIZERS)
-def test_each_word_comes_with_its_token_and_keeps_its_space(kind):
+def test_each_word_comes_with_its_token_and_keeps_its_space():
     ids = demo().encode(" return self.items", add_special_tokens=False)
-    assert pieces(TOKENIZERS[kind](), ids) == [demo().decode([token]) for token in ids] + [""]
+    assert pieces(demo(), ids) == [demo().decode([token]) for token in ids] + [""]
     assert demo().decode(ids[:1]).startswith(" ")
-
-
-@sweep("kind", TOKENIZERS)
-def test_a_character_that_was_never_completed_comes_at_the_end(kind):
-    ids = demo().encode("a🙂", add_special_tokens=False)[:-1]
-    *before, last = pieces(TOKENIZERS[kind](), ids)
-    assert "".join(before) == "a"
-    assert set(last) == {"\ufffd"}
 
 
 # --- tokens that never make up a character --------------------------------------------------------

@@ -57,13 +57,15 @@ def _names(of: TokenizerWrapper) -> list[str]:
 
 
 class Writer:
-    """Writes texts that a grammar allows: wanted text where it allows that, else any token."""
+    """Writes texts that the grammar of some tools allows: wanted text where it allows that, else any token."""
 
-    def __init__(self, grammar: Grammar, of: TokenizerWrapper, seed: int) -> None:
-        self._grammar = grammar
-        self._of = of
+    def __init__(
+        self, tools: Tools, name: str = "json_tools", *, has_special_markers: bool = True, seed: int = 0, **options: Any
+    ) -> None:
+        self._tools, self._format = tools, call_format(name)
+        self._of = tokenizer(name, has_special_markers=has_special_markers)
+        self._grammar = Grammar(call_grammar(tools, self._format, self._of, **options), self._of)
         self._dice = random.Random(seed)
-        self._width = len(of)
 
     def write(self, wanted: str = "", max_tokens: int = 300) -> tuple[str, bool]:
         """A text, and whether it is complete."""
@@ -71,7 +73,7 @@ class Writer:
         queue = self._of.encode(wanted, add_special_tokens=False)
         self._grammar.restore(None)
         for _ in range(max_tokens):
-            logits = self._grammar(mx.array(tokens), mx.zeros((1, self._width)))
+            logits = self._grammar(mx.array(tokens), mx.zeros((1, len(self._of))))
             allowed = np.flatnonzero(np.array(logits[0]) == 0).tolist()
             if self._of.eos_token_id in allowed and not queue:
                 return self._of.decode(tokens[1:]), True
@@ -84,16 +86,11 @@ class Writer:
             tokens.append(min(choices, key=lambda token: len(_names(self._of)[token]) > 3))
         return self._of.decode(tokens[1:]), False
 
-
-def made(tools: Tools, format: CallFormat, of: TokenizerWrapper, **options: Any) -> Grammar:
-    return Grammar(call_grammar(tools, format, of, **options), of)
-
-
-def answer_of(text: str, format: CallFormat, tools: Tools, **options: Any) -> Answer:
-    reader, answer = AnswerReader(format=format, tools=tools.listed, **options), Answer()
-    answer.add(reader.add(text))
-    answer.add(reader.finish(is_complete=True))
-    return answer
+    def answer(self, text: str) -> Answer:
+        """What is read of a text."""
+        reader, answer = AnswerReader(format=self._format, tools=self._tools.listed), Answer()
+        answer.add([*reader.add(text), *reader.finish(is_complete=True)])
+        return answer
 
 
 CALL = ("get_weather", {"city": "Oslo", "days": 3, "note": "a b", "exact": True})
@@ -104,25 +101,21 @@ CALLS = {name: block(name, call_in(name, *CALL)) for name in FORMATS}
 @sweep("has_special_markers", [True, False])
 @sweep("name", FORMATS)
 def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name, has_special_markers):
-    format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
-    tools = tools_of([WEATHER, CLOCK], "required")
-    text, is_complete = Writer(made(tools, format, of), of, 0).write(CALLS[name])
-    assert (text, is_complete) == (CALLS[name], True)
-    [call] = answer_of(text, format, tools).calls
+    writer = Writer(tools_of([WEATHER, CLOCK], "required"), name, has_special_markers=has_special_markers)
+    assert writer.write(CALLS[name]) == (CALLS[name], True)
+    [call] = writer.answer(CALLS[name]).calls
     assert (call.name, call.values) == CALL
 
 
 @sweep("name", FORMATS)
 def test_whatever_is_let_through_is_a_call_as_asked_for(name):
-    format, of = call_format(name), tokenizer(name, has_special_markers=True)
-    tools = tools_of([WEATHER, CLOCK], "get_weather")
-    writer = Writer(made(tools, format, of), of, 1)
+    writer = Writer(tools_of([WEATHER, CLOCK], "get_weather"), name, seed=1)
     for _ in range(6):
         text, is_complete = writer.write(max_tokens=150)
         if is_complete:
             break
     assert is_complete
-    answer = answer_of(text, format, tools)
+    answer = writer.answer(text)
     assert (answer.content, len(answer.calls)) == ("", 1), text
     assert answer.calls[0].name == "get_weather"
     jsonschema.validate(answer.calls[0].values, WEATHER["function"]["parameters"])
@@ -131,41 +124,34 @@ def test_whatever_is_let_through_is_a_call_as_asked_for(name):
 @sweep("name", ["json_tools", "qwen3_coder", "minicpm5"])
 @sweep("has_special_markers", [True, False])
 def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name, has_special_markers):
-    format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
     tools = tools_of([WEATHER, CLOCK])
     assert tools.needs_grammar
-    grammar = made(tools, format, of)
-    text, is_complete = Writer(grammar, of, 0).write("No call < at all.")
-    assert (text, is_complete) == ("No call < at all.", True)
-    wanted = "Let me see. " + CALLS[name] + "\nand " + CALLS[name]
-    text, is_complete = Writer(grammar, of, 0).write(wanted)
-    assert (text, is_complete) == (wanted, True)
-    assert len(answer_of(text, format, tools).calls) == 2
-    text, _ = Writer(grammar, of, 0).write(CALLS[name].replace("Oslo", "Paris"))
-    assert "Paris" not in text
+    writer = Writer(tools, name, has_special_markers=has_special_markers)
+    two_calls = "Let me see. " + CALLS[name] + "\nand " + CALLS[name]
+    for wanted in ("No call < at all.", two_calls):
+        assert writer.write(wanted) == (wanted, True)
+    assert len(writer.answer(two_calls).calls) == 2
+    assert "Paris" not in writer.write(CALLS[name].replace("Oslo", "Paris"))[0]
 
 
 def test_the_reasoning_stays_free():
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     tools = tools_of([WEATHER], "required")
-    wanted = "<think>Which city?\n</think>\n\n" + CALLS["json_tools"]
+    whole = "<think>Which city?\n</think>\n\n" + CALLS["json_tools"]
     for begun in ("", "<think>"):
-        grammar = made(tools, format, of, tags=TAGS, is_thinking=bool(begun))
-        text, is_complete = Writer(grammar, of, 0).write(wanted.removeprefix(begun))
-        assert (text, is_complete) == (wanted.removeprefix(begun), True)
-    text, _ = Writer(made(tools, format, of, tags=TAGS), of, 0).write("I think", max_tokens=30)
+        wanted = whole.removeprefix(begun)
+        assert Writer(tools, tags=TAGS, is_thinking=bool(begun)).write(wanted) == (wanted, True)
+    text, _ = Writer(tools, tags=TAGS).write("I think", max_tokens=30)
     assert text.startswith(("<think>", "<tool_call>"))
 
 
 def test_without_parallel_calls_there_is_one():
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     for choice in ("auto", "required"):
         for is_parallel in (True, False):
             tools = tools_of([CLOCK], choice, is_parallel=is_parallel)
             if is_parallel is (choice == "auto"):
                 assert tools_of([CLOCK], choice) == tools
             call = block("json_tools", call_in("json_tools", "clock", {}))
-            text, _ = Writer(made(tools, format, of), of, 0).write(call + "\n" + call, max_tokens=120)
+            text, _ = Writer(tools).write(call + "\n" + call, max_tokens=120)
             assert (text.count("<tool_call>") == 2) is is_parallel
 
 
@@ -179,11 +165,11 @@ MANY_CALLS = {
 @sweep("name", MANY_CALLS)
 @sweep("content", [None, {"const": 1}])
 def test_an_answer_that_must_be_calls_has_sixteen_at_most(name, content):
-    format, of = call_format(name), tokenizer(name, has_special_markers=True)
     tools = tools_of([CLOCK], "auto" if content else "required", is_parallel=True)
-    text, is_complete = Writer(made(tools, format, of, content=content), of, 0).write(MANY_CALLS[name], max_tokens=900)
+    writer = Writer(tools, name, content=content)
+    text, is_complete = writer.write(MANY_CALLS[name], max_tokens=900)
     assert is_complete
-    assert len(answer_of(text, format, tools).calls) == 16
+    assert len(writer.answer(text).calls) == 16
 
 
 def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
@@ -197,40 +183,33 @@ def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
 
 
 def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = tools_of([WEATHER])
-    grammar = made(tools, format, of, content=closed_object(a={"const": 1}))
-    assert Writer(grammar, of, 0).write('{"a": 1}') == ('{"a": 1}', True)
-    assert Writer(grammar, of, 0).write(CALLS["json_tools"])[0] == CALLS["json_tools"]
+    writer = Writer(tools_of([WEATHER]), content=closed_object(a={"const": 1}))
+    assert writer.write('{"a": 1}') == ('{"a": 1}', True)
+    assert writer.write(CALLS["json_tools"])[0] == CALLS["json_tools"]
 
 
 def test_a_schema_that_cannot_be_followed_is_an_error_or_any_json():
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     tools = tools_of([BAD], "required")
     with pytest.raises(runtime.SettingsError):
-        made(tools, format, of)
-    said = '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>'
-    text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(said)
-    assert answer_of(text, format, tools).calls[0].values == {"b": [1]}
+        Writer(tools)
+    writer = Writer(tools, loose=["f"])
+    text, _ = writer.write('<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>')
+    assert writer.answer(text).calls[0].values == {"b": [1]}
 
 
 def test_a_function_has_no_other_arguments_than_the_listed_ones():
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     nested = {"type": "object", "properties": {"b": {"type": "integer"}}}
     of_numbers = {"a": {"type": "integer"}}, '{"a": 1, "x": 2}'
     for properties, said in (({}, '{"x": 1}'), (None, '{"x": 1}'), of_numbers, ({"a": nested}, '{"a": {"x": 1}}')):
-        tools = tools_of([function("f", {"type": "object", "properties": properties})], "required")
-        writer = Writer(made(tools, format, of), of, 0)
+        writer = Writer(tools_of([function("f", {"type": "object", "properties": properties})], "required"))
         text, _ = writer.write(f'<tool_call>\n{{"name": "f", "arguments": {said}}}\n</tool_call>')
-        assert len(answer_of(text, format, tools).calls) == 1
+        assert len(writer.answer(text).calls) == 1
         assert '"x"' not in text
 
 
 def test_a_function_whose_schema_is_left_out_frees_no_other():
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = tools_of([BAD, WEATHER], "required")
-    text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(CALLS["json_tools"].replace("Oslo", "Paris"))
-    assert "Paris" not in text
+    writer = Writer(tools_of([BAD, WEATHER], "required"), loose=["f"])
+    assert "Paris" not in writer.write(CALLS["json_tools"].replace("Oslo", "Paris"))[0]
 
 
 def test_a_format_of_the_users_own_has_no_grammar():
@@ -245,16 +224,14 @@ def test_a_format_of_the_users_own_has_no_grammar():
 
 @sweep("choice", ["auto", "required"])
 def test_only_allowed_tools_are_called(choice):
-    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     tools = tools_of([WEATHER, CLOCK, {"name": "stop"}], choice, allowed=["clock", "stop"])
     assert len(tools.template_variables["tools"]) == 3
-    writer = Writer(made(tools, format, of), of, 0)
+    writer = Writer(tools)
     for name in ("clock", "stop"):
         text, is_complete = writer.write(block("json_tools", call_in("json_tools", name, {})))
         assert is_complete
-        assert [call.name for call in answer_of(text, format, tools).calls] == [name]
-    text, _ = writer.write(CALLS["json_tools"])
-    assert "get_weather" not in text
+        assert [call.name for call in writer.answer(text).calls] == [name]
+    assert "get_weather" not in writer.write(CALLS["json_tools"])[0]
 
 
 # --- schemas --------------------------------------------------------------------------------------

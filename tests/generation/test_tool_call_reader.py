@@ -191,11 +191,6 @@ def test_a_block_ends_the_reasoning_and_tags_in_a_call_are_arguments():
     assert source(events) == f"hm\n{call}<t> so </t> yes"
 
 
-def test_a_function_that_the_model_was_not_told_of_is_called_all_the_same():
-    events = events_of([block("json_tools", '{"name": "unheard_of", "arguments": {}}')], "json_tools")
-    assert answer_of(events).calls[0].name == "unheard_of"
-
-
 # --- any text -----------------------------------------------------------------------------------------
 
 
@@ -249,7 +244,7 @@ def test_a_text_of_many_openings_is_searched_in_linear_time(name, monkeypatch):
     start, body = call_format(name).start, next(body for each, body, _ in BLOCKS if each == name)
     # Many openings that are never closed: of blocks, and of whatever is in one.
     for unit in (start, *(start + body[:cut] for cut in range(1, len(body), 19)), body[len(body) // 2 :]):
-        text = start + body[: len(body) // 2] + unit * (10_000 // len(unit))
+        text = start + body[: len(body) // 2] + unit * (5_000 // len(unit))
         num_searched = 0
         events_of(in_pieces(text, 5), name)
         assert num_searched < 60 * len(text)

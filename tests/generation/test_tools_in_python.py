@@ -110,19 +110,6 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work():
         assert rt.num_streams == 0
 
 
-async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own():
-    hour = call_of("clock")
-    async with runtime.open(*calling_pair()) as rt:
-        prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
-        completions = await rt.generate_many(prompts, tools=[weather], **speaks(OSLO))
-        assert [[call.name for call in each.tool_calls] for each in completions] == [["weather"], ["clock"], []]
-        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: the chat template .* prompt is text"):
-            rt.generate_many([[USER], "weather?"], tools=[weather])
-        with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: tool_choice 'required' needs tools"):
-            rt.generate_many([([USER], {"tool_choice": "required"})])
-        assert rt.num_streams == 0
-
-
 # --- conversations --------------------------------------------------------------------------------
 
 
@@ -152,25 +139,6 @@ async def test_rounds_of_calls_are_bounded():
         assert num_calls == 8
         assert [call.name for call in completion.tool_calls] == ["count"]
         assert len(conversation.pending_calls) == 1
-
-
-async def test_a_function_in_a_thread_does_not_block_the_loop():
-    begun, release = trio.Event(), threading.Event()
-    token = trio.lowlevel.current_trio_token()
-
-    def waits() -> str:
-        """Wait."""
-        token.run_sync_soon(begun.set)
-        assert release.wait(60)
-        return "done"
-
-    async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[waits], **speaks(call_of("waits"), "so"))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(conversation.generate, "wait")
-            await begun.wait()  # this loop runs on
-            release.set()
-        assert conversation.messages[-1]["content"] == "so"
 
 
 async def test_nothing_else_is_done_with_a_conversation_while_its_functions_are_called():
@@ -280,7 +248,7 @@ async def test_functions_are_called_and_the_model_goes_on_with_their_results(ope
 
 
 @on_every_face
-async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(open):
+async def test_bad_functions_are_refused_at_once_and_each_of_many_prompts_may_have_its_own(open):
     async with within(open(*calling_pair())) as rt:
         with pytest.raises(runtime.SettingsError, match="two tools have the name"):
             rt.conversation(tools=[where, where])
@@ -290,9 +258,16 @@ async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(ope
             for refused in (rt.conversation, lambda tools: rt.load(io.BytesIO(), tools=tools)):
                 with pytest.raises(runtime.SettingsError, match="the tool 'where_async' is async"):
                     refused(tools=[where_async])
-        prompts = [[{"role": "user", "content": "where?"}]] * 2
+        other = ([USER], {"tools": [clock], **speaks(call_of("clock"))})
+        prompts = [[USER], other, ([USER], {"tools": None, **speaks("dry")})]
         many = await got(rt.generate_many(prompts, tools=[where], **speaks(call_of("where"))))
-        assert [[call.name for call in each.tool_calls] for each in many] == [["where"]] * 2
+        assert [[call.name for call in each.tool_calls] for each in many] == [["where"], ["clock"], []]
+        for prompts, settings, error, complaint in (
+            ([[USER], "weather?"], {"tools": [weather]}, runtime.PromptError, "the chat template .* prompt is text"),
+            ([([USER], {"tool_choice": "required"})], {}, runtime.SettingsError, "tool_choice 'required' needs tools"),
+        ):
+            with pytest.raises(error, match=rf"prompts\[{len(prompts) - 1}\]: {complaint}"):
+                await got(rt.generate_many(prompts, **settings))
 
 
 @on_every_face

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
-from runtime.generation.answers.message_format import MAX_HEADER_CHARS, MessageFormat
+from runtime.generation.answers.message_format import MAX_HEADER_CHARS, Kind, MessageFormat
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import kind_of
 from runtime.generation.tool_calls.call_format import CallFormat
@@ -52,7 +52,7 @@ class MessageReader:
         self._deltas: list[Delta] = []
         self._given: set[DeltaKind] = set()  # kinds of text that some message had
         self._read: Callable[[], bool] = self._read_header
-        self._give: Callable[[str], None] = self._give_content
+        self._kind: Kind = "content"  # of the message
         self.add(begun)
         self._left_out = ""
         self._given.clear()
@@ -71,7 +71,7 @@ class MessageReader:
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within the reasoning."""
-        return self._read == self._read_message and self._give == self._give_reasoning
+        return self._read == self._read_message and self._kind == "reasoning"
 
     @property
     def is_in_block(self) -> bool:
@@ -103,7 +103,7 @@ class MessageReader:
         elif "<|" in rest or self._left_out:
             self._left_out += rest[self._num_begun :]
         else:
-            self._give_content(rest[self._num_begun :])
+            self._give_part("content", rest[self._num_begun :])
         if self._left_out:
             self._deltas.append(Delta("content", "", self._left_out))
             self._left_out = ""
@@ -126,7 +126,7 @@ class MessageReader:
         self._read, self._is_first_piece = self._read_message, True
         if kind is None:
             # Text without a header.
-            self._give = self._give_block if block and words.startswith(block) else self._give_content
+            self._kind = "block" if block and words.startswith(block) else "content"
             end = begin if begin or not self._left_out else len(text) - len(text.removeprefix("assistant"))
         elif kind == "call" and recipient in self._names:
             self._begin_call(recipient, text[begin:end])
@@ -134,11 +134,10 @@ class MessageReader:
         elif kind == "call":
             # Of a tool that was not offered to the model, such as those that it was trained with.
             is_reasoning = "<|channel|>analysis" in text[:end]
-            self._give = self._give_reasoning if is_reasoning else self._give_content
+            self._kind = "reasoning" if is_reasoning else "content"
             end = end if is_reasoning else begin
         else:
-            gives = {"content": self._give_content, "reasoning": self._give_reasoning, "block": self._give_block}
-            self._give = gives[kind]
+            self._kind = kind
         self._left_out += text[begin:end]
         self._unread = text[end:]
         return True
@@ -173,13 +172,16 @@ class MessageReader:
         self._left_out += source
         self._read = self._read_header
 
-    def _give_content(self, text: str) -> None:
-        self._give_part("content", text)
+    def _give(self, text: str) -> None:
+        match self._kind:
+            case "call":
+                self._give_arguments(text)
+            case "block":
+                self._give_block(text)
+            case kind:
+                self._give_part(kind, text)
 
-    def _give_reasoning(self, text: str) -> None:
-        self._give_part("reasoning", text)
-
-    def _give_part(self, kind: DeltaKind, text: str) -> None:
+    def _give_part(self, kind: Literal["content", "reasoning"], text: str) -> None:
         if not text:
             return
         if self._is_first_piece and kind in self._given:
@@ -190,7 +192,7 @@ class MessageReader:
 
     def _give_block(self, text: str) -> None:
         if self._format is None:
-            self._give_content(text)
+            self._give_part("content", text)
             return
         if self._block is None:
             self._block = AnswerReader(format=self._format, tools=self._tools)
@@ -213,7 +215,7 @@ class MessageReader:
         self._call = ToolCall(self._new_id(), name, "")
         self._call_source, self._left_out = self._left_out + header, ""
         self._deltas.append(Delta("call_began", "", self._call_source, self._num_calls, self._call))
-        self._give = self._give_arguments
+        self._kind = "call"
 
     def _give_arguments(self, text: str) -> None:
         assert self._call is not None

@@ -92,11 +92,8 @@ class AnswerReader:
 
     @property
     def ends_of_block(self) -> tuple[str, ...]:
-        """Markers without which a call, within which the text so far ends, is not over; none outside of calls, or if
-        nothing marks their end.
-        """
-        calls = self._calls
-        return (calls.end,) if calls is not None and calls.is_in_call and calls.needs_end else ()
+        """See `CallReader`."""
+        return () if self._calls is None else self._calls.ends_of_block
 
     def add(self, text: str) -> list[Delta]:
         """Take the next piece of the text; returns the events that are certain now."""

@@ -204,7 +204,6 @@ _MAX_DEPTH = 64
 _MAX_KEY_CHARS = 256
 
 _OF_WORDS = frozenset(string.ascii_letters + string.digits + "+-._")
-_PARTS_OF_STRINGS = {quotation: Markers((quotation, "\\")) for quotation in ('"', "'", '"""', "'''")}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|\r\n|[\s\S])")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\r\n": ""}
 _ESCAPED |= {character: character for character in "\\'\""}
@@ -299,7 +298,7 @@ class LiteralReader:
                 return None
         for quotation in ('"""', "'''", '"', "'"):
             if (yield from text.accept(quotation)):
-                return (yield from self._quoted(quotation))
+                return _unescaped((yield from text.string(quotation)))
         return None
 
     def _marked(self, followers: str) -> Steps[str]:
@@ -315,19 +314,6 @@ class LiteralReader:
             text.back(after)
             if follower and follower in followers:
                 return text.since(begin, end)
-        raise MalformedError
-
-    def _quoted(self, quotation: str) -> Steps[str]:
-        text = self._text
-        begin, parts = text.take(), _PARTS_OF_STRINGS[quotation]
-        while found := (yield from text.seek(parts)):
-            end = text.take()
-            text.at += len(found)
-            if found == quotation:
-                return _unescaped(text.since(begin, end))
-            # The next character is escaped.
-            if (yield from text.more()):
-                text.at += 1
         raise MalformedError
 
 

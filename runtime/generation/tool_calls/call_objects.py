@@ -10,12 +10,11 @@ import attrs
 
 from runtime.generation.tool_calls.argument_values import ToolArguments, kind_of
 from runtime.generation.tool_calls.call_format import NAME, ParsedCall
-from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Steps
 
 # Characters of names of functions.
 OF_NAMES = frozenset(string.ascii_letters + string.digits + "_.:-")
 _OF_WORDS = OF_NAMES | {"+"}
-_STRING_PARTS = Markers(('"', "\\"))
 _MEMBERS = frozenset(("name", "id", "type", "arguments"))  # of a call
 
 
@@ -109,15 +108,8 @@ class ObjectReader:
         return value
 
     def _string(self) -> Steps[str]:
-        text = self._text
-        begin = text.take()
-        yield from text.expect('"')
-        while (found := (yield from text.seek(_STRING_PARTS))) == "\\":
-            text.at += 1
-            if (yield from text.more()):
-                text.at += 1
-        text.at += len(found)
-        value = text.since(begin, text.take())
+        yield from self._text.expect('"')
+        value = '"' + (yield from self._text.string('"')) + '"'
         if kind_of(value) is None:
             raise MalformedError
         return value

@@ -78,9 +78,11 @@ class CallReader:
         return self._has_begun or self._objects.has_begun
 
     @property
-    def needs_end(self) -> bool:
-        """Whether the block that is being read is not over without its end marker."""
-        return bool(self.end) and not self._is_bare
+    def ends_of_block(self) -> tuple[str, ...]:
+        """Markers without which a call, within which the text so far ends, is not over; none outside of calls, or if
+        nothing marks their end.
+        """
+        return (self.end,) if self.is_in_call and self.end and not self._is_bare else ()
 
     def read(self) -> Steps[None]:
         """Read the block at the cursor, and give its calls.

@@ -50,6 +50,9 @@ class Markers:
         return len(text), ""
 
 
+_PARTS_OF_STRINGS = {quotation: Markers((quotation, "\\")) for quotation in ('"', "'", '"""', "'''")}
+
+
 @attrs.define
 class _JsonValue:
     """Finds the end of a JSON object or list by its brackets and strings. A character that cannot follow breaks it."""
@@ -212,6 +215,22 @@ class IncomingText:
                 break
             self.take()
         return self.since(place, self.take())
+
+    def string(self, quotation: str) -> Steps[str]:
+        """Pass a string with escapes up to its end, behind its first quotation mark; returns what is between the two.
+
+        Raises: MalformedError: it does not end.
+        """
+        begin = self.take()
+        while found := (yield from self.seek(_PARTS_OF_STRINGS[quotation])):
+            end = self.take()
+            self.at += len(found)
+            if found == quotation:
+                return self.since(begin, end)
+            # The next character is escaped.
+            if (yield from self.more()):
+                self.at += 1
+        raise MalformedError
 
     def json(self, give: Callable[[], object] | None = None) -> Steps[bool]:
         """Take a JSON object or list, or what is left of one at the end of the text; returns whether it is whole.
