@@ -21,9 +21,9 @@ import models
 import pytest
 import trio
 from command_line import json_of, ran
-from interrupts import Interrupted, cancelled_at
+from interrupts import Interrupted
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from models import Padded, greedy, llama, mamba, near
+from models import greedy, llama, mamba, near
 from our_threads import outrider_threads
 
 import runtime
@@ -124,18 +124,6 @@ async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
     result = await measured().measure((target, None), (target, None))
     for row in result["rows"][1:]:
         assert (row["acceptance"], row["tokens_per_round"]) == (1.0, 4.0)
-
-
-async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm_has(pair):
-    measured = small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]])
-    result = await measured.measure((pair[0], None), "ngram")
-    assert [row["name"] for row in result["rows"]] == [
-        "mlx-lm plain", "outrider lookahead 0", "outrider lookahead 2", "outrider lookahead auto"
-    ]  # fmt: skip
-    assert (result["draft"], result["dtypes"], result["is_complete"]) == ("ngram", {"target": ("float32",)}, True)
-    assert [row["same_texts"] for row in result["rows"]] == [1, 1, 1, 1]
-    assert result["rows"][2]["acceptance"] is not None
-    assert not outrider_threads()
 
 
 class Watched(models.Wrapped):
@@ -262,22 +250,6 @@ async def test_models_that_are_there_already_are_not_cast(pair):
     target, draft = pair
     with pytest.raises(runtime.SettingsError, match="dtype is for models that are loaded here"):
         await small(dtype="bfloat16").measure((target, None), (draft, None))
-
-
-async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
-    target, draft = pair
-    measured = small(repeats=1, num_draft_tokens=(), lookaheads=(2,))
-    result = await measured.measure((target, None), (Padded(draft, 3), None))
-    assert [row["same_texts"] for row in result["rows"]] == [2, 2]
-
-
-async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
-    target, draft = pair
-    measured = small(repeats=5, num_draft_tokens=(1,), lookaheads=(2,))
-    result = await cancelled_at("repeat 2 of 5, prompt 2 of 2", measured, (target, None), (draft, None))
-    assert (result["repeats_done"], result["is_complete"]) == (2, False)
-    assert {row["num_texts"] for row in result["rows"]} == {3}
-    assert not outrider_threads()
 
 
 class OnThread:
