@@ -18,7 +18,6 @@ import ast
 import importlib.util
 import inspect
 import io
-import json
 import re
 import shlex
 import shutil
@@ -123,11 +122,16 @@ def having(language: str, marker: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: None) -> None:
-    """Run blocks in a folder of their own, with the files that commands name."""
+def elsewhere(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: None
+) -> None:
+    """Run blocks in a folder of their own, with the files that commands name, and with a target as small as the draft
+    model, except where a drafter was trained for the real one."""
     monkeypatch.chdir(tmp_path)
-    schema = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}}
-    (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["size"], "additionalProperties": False}))
+    if "trained-drafters" not in request.node.name:
+        for home in (runtime, runtime.loading.named_models):
+            monkeypatch.setattr(home, "DEMO_TARGET", runtime.DEMO_DRAFT)
+    (tmp_path / "schema.json").write_text('{"enum": ["small", "large"]}')
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "import os"}\n{"id": "a", "prompt": "def f(", "max_tokens": 4}\n'
     )
@@ -317,7 +321,7 @@ def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: p
 @pytest.mark.slow
 def test_blocks_that_ask_the_server_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block for block in BLOCKS if block.marker == "run: server"]
-    with serving("--max-tokens-limit", "64") as server:
+    with serving("--target", str(runtime.DEMO_TARGET), "--max-tokens-limit", "64") as server:
         for block in blocks:
             assert ADDRESS in block.source
             source = block.source.replace(ADDRESS, server.url)
