@@ -64,7 +64,7 @@ def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monke
 
     for name in ("generate_step", "speculative_generate_step"):
         monkeypatch.setattr(runtime.bench.contenders, name, steps)
-    options = small(kv_bits=8, kv_group_size=32, quantized_kv_start=9).cache_options
+    options = CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=9)
     target, draft = object(), object()
     assert list(runtime.bench.contenders.mlx_lm_steps(target, draft, (1,), num_draft_tokens, Length(16), options)) == []
     (keywords,) = asked
