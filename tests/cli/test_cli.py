@@ -243,8 +243,6 @@ SHARED = {"rows_per_pass": 2.5, "pass_rows": 40, "wait_seconds": 0.4, "longest_w
 @sweep(
     ("numbers", "name", "value"),
     [
-        ({"generated_tokens": 1234, "prompt_tokens": 5678}, "tokens", "1,234 after a prompt of 5,678"),
-        ({"generation_tps": 41.26}, "speed", "41.3 tokens/s"),
         ({}, "first token", "none came"),
         ({"time_to_first_token": 0.0123}, "first token", "after 12 ms"),
         ({"time_to_first_token": 1.234}, "first token", "after 1.23 s"),
@@ -255,19 +253,15 @@ SHARED = {"rows_per_pass": 2.5, "pass_rows": 40, "wait_seconds": 0.4, "longest_w
         (COPIES, "copies", "75.0% (3 of 4 proposed)"),
         (FRESH, "fresh and stale", "75.0% and 62.5% of the drafts"),
         (STALE, "fresh and stale", "– and 70.0% of the drafts"),
-        ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
-        ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
         (SHARED, "shared passes", "2.50 streams a pass; a round waited 10 ms, at most 1.20 s"),
         ({"resting_rounds": 1234}, "undrafted", "1,234 rounds, in which speculating did not pay"),
         ({"draft_timeouts": 3}, "late drafter", "3 times, and the target went on without it"),
         ({"draft_failures": 2}, "failed drafter", "2 times, and the target went on without it"),
-        ({"target_busy": 0.968, "draft_busy": 0.5}, "busy", "target 97%, draft 50%"),
         ({"advice": ('use lookahead="auto"',)}, "advice", 'use lookahead="auto"'),
-        ({"peak_memory": 61_340_000}, "peak memory", "61.3 MB"),
         ({"peak_memory": 12_345_000_000}, "peak memory", "12.35 GB"),
     ],
 )
-def test_each_figure_has_its_unit(numbers, name, value):
+def test_figures_that_are_counted_or_not_always_there(numbers, name, value):
     assert dict(rows_of(statistics(**numbers)))[name] == value
 
 

@@ -112,10 +112,7 @@ def test_clients_that_come_all_at_once_while_the_server_is_busy_are_connected(se
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end():
-    # So long that the signal comes before its end.
-    pair = {"target": runtime.DEMO_TARGET, "draft": runtime.DEMO_DRAFT}
-    expected = runtime.generate_sync(PROMPT, **pair, max_tokens=24).text
+def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected):
     with serving("--grace-seconds", str(HANGS_S)) as server:
         with streaming(server, max_tokens=100_000, **ENDLESS), streaming(server, max_tokens=24) as lines:
             server.process.send_signal(signal.SIGTERM)
