@@ -75,11 +75,20 @@ def test_the_statistics_say_how_the_text_ended(arguments, ending, endless, capfd
     assert line.removeprefix("end").strip().startswith(ending)
 
 
-def test_the_demo_pair_is_the_default(capfd):
+@sweep(
+    ("arguments", "proposes"),
+    [
+        ([], True),
+        (["--draft", "ngram"], True),
+        (["--draft", "none"], False),
+        (["--target", str(runtime.DEMO_TARGET)], False),
+    ],
+)
+def test_the_demo_pair_is_the_default_unless_a_target_or_another_drafter_is_named(arguments, proposes, capfd):
     # With a fixed lookahead, because "auto" may let the drafter rest on a busy machine.
-    said = json_here(capfd, "def quicksort(items):", "--max-tokens", "12", "--lookahead", "2", "--json")
+    said = json_here(capfd, "import os\n" * 4, *arguments, "--max-tokens", "12", "--lookahead", "2", "--json")
     assert said["statistics"]["generated_tokens"] == 12
-    assert said["statistics"]["proposed"] > 0
+    assert (said["statistics"]["proposed"] > 0) == proposes
     assert said["text"]
 
 
@@ -113,20 +122,6 @@ def test_a_schema_that_is_none_is_refused_before_a_model_is_loaded(content, comp
         file.write_bytes(content)
     error = refused_here(capfd, "x", "--json-schema", str(file), "--target", "./no/such/model")
     assert complaint.replace("{}", str(file), 1 if content != b"{" else 0) in error
-
-
-@pytest.mark.parametrize("arguments", [["--draft", "none"], ["--target", str(runtime.DEMO_TARGET)]])
-def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
-    statistics = json_here(capfd, "def f(x):", *arguments, "--max-tokens", "4", "--json")["statistics"]
-    assert (statistics["proposed"], statistics["generated_tokens"]) == (0, 4)
-
-
-def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
-    prompt = " ".join(["w1 w2 w3"] * 4)
-    arguments = [prompt, "--target", endless, "--max-tokens", "24", "--json"]
-    said = [json_here(capfd, *arguments, "--draft", draft, "--lookahead", "3") for draft in ("none", "ngram")]
-    assert said[0]["tokens"] == said[1]["tokens"]
-    assert said[0]["statistics"]["proposed"] == 0 < said[1]["statistics"]["proposed"]
 
 
 def test_json_is_one_object_with_everything_in_it(endless, capfd):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from command_line import ROOT, environment
+from command_line import ROOT, at_a_terminal, environment
 from sweeps import sweep
 
 import runtime
@@ -66,26 +66,6 @@ def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
 # --- waiting --------------------------------------------------------------------------------------
 
 
-class Terminal:
-    """A stand-in for stderr, as far as the display uses it."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return -1  # its width is not known
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
 class Still(Display):
     """A display without animation."""
 
@@ -123,11 +103,11 @@ READING = "stopping after the forward pass that is running"
 async def test_the_first_ctrl_c_says_what_is_waited_for_unless_that_is_soon_over(
     show, waits_s, said, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     display = Still()
-    show(display)
-    assert (await interrupted(display, waits_s)).signal == signal.SIGINT
-    assert stderr.text == ("" if said is None else f"outrider: {said}; Ctrl-C again quits at once\n")
+    with at_a_terminal(monkeypatch, "stderr") as screen:
+        show(display)
+        assert (await interrupted(display, waits_s)).signal == signal.SIGINT
+    assert screen.text == ("" if said is None else f"outrider: {said}; Ctrl-C again quits at once\r\n")
 
 
 def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits():
