@@ -206,16 +206,6 @@ ONE_BY_ONE, IN_TURNS, AT_ONCE = (
 )
 
 
-def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last() -> None:
-    assert ManyStreams().contenders == [ONE_BY_ONE, IN_TURNS, AT_ONCE, BATCHED]
-    names = [each.name for each in ManyStreams(lookaheads=(0, "auto")).contenders]
-    assert names[1:4] == [
-        "outrider in turns, lookahead 0",
-        "outrider at once, lookahead 0",
-        "outrider one after another",
-    ]
-
-
 def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
     measured = prepared(ManyStreams(streams=(2,), repeats=2), 1, expected=[(7, 8), (7, 8)])
 
