@@ -141,18 +141,18 @@ def test_settings_on_the_command_line_are_those_of_python(endless, capfd):
     biased: dict[str, Any] = {"logit_bias": {3: -math.inf, 4: 1.5}, "repetition_penalty": 1.3, "stop_tokens": [7, 9]}
     sampled: dict[str, Any] = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}
     words = runtime.generate_sync(PROMPT, target=endless, max_tokens=5).text.split()
-    stopped = {"stop": ["nothing like it", f"{words[3]} {words[4]}"]}
+    stopped = {"stop": [f"{words[3]} {words[4]}", "nothing like it"]}
     for options, settings in (
         ("--logit-bias 3=-inf,4=1.5 --repetition-penalty 1.3 --stop-tokens 7,9 --ignore-eos", biased),
         ("--temperature 1.2 --seed 3 --top-p 0.9 --top-k 30 --min-p 0.01", sampled),
-        (f"--stop 'nothing like it' --stop '{words[3]} {words[4]}'", stopped),
+        (f"--stop '{words[3]} {words[4]}' --stop 'nothing like it'", stopped),
     ):
         said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "12", "--json", *shlex.split(options))
         settings["ignore_eos"] = "--ignore-eos" in options
         expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, **settings)
         assert said["tokens"] == [token.id for token in expected.tokens]
         assert said["text"] == expected.text
-    assert (said["finish_reason"], said["stop_reason"]) == ("stop", stopped["stop"][1])
+    assert (said["finish_reason"], said["stop_reason"]) == ("stop", stopped["stop"][0])
 
 
 def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
