@@ -95,30 +95,13 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-# Pages whose blocks take more than a few seconds to run.
-LONG = {
-    f"docs/{page}.md"
-    for page in (
-        "asyncio", "cancellation", "conversations", "getting-started", "index", "many-streams", "migrating", "streams",
-        "trained-drafters",
-    )
-}  # fmt: skip
-
-
 def having(language: str, marker: str) -> Any:
     """Parameters: the blocks of one kind, page by page."""
     found: dict[Path, list[Block]] = {}
     for block in BLOCKS:
         if (block.language, block.marker) == (language, marker):
             found.setdefault(block.page, []).append(block)
-    runs_long = language == "python" and marker in ("", "run: trio")
-    return pytest.mark.parametrize(
-        "blocks",
-        [
-            pytest.param(blocks, id=named(page), marks=[pytest.mark.slow] if runs_long and named(page) in LONG else [])
-            for page, blocks in found.items()
-        ],
-    )
+    return pytest.mark.parametrize("blocks", found.values(), ids=map(named, found))
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +165,7 @@ async def run_fragments(blocks: list[Block], rt: Any) -> None:
             await awaitable
 
 
+@pytest.mark.slow
 @having("python", "")
 def test_programs_run(blocks: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks:
@@ -189,6 +173,7 @@ def test_programs_run(blocks: list[Block], capsys: pytest.CaptureFixture[str]) -
         assert capsys.readouterr().out.strip() or "print(" not in block.source
 
 
+@pytest.mark.slow
 @having("python", "run: trio")
 async def test_fragments_run_under_trio(blocks: list[Block]) -> None:
     async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
