@@ -2,6 +2,7 @@
 
 import io
 import pty
+import re
 import sys
 import termios
 from pathlib import Path
@@ -53,19 +54,14 @@ def test_sections_that_cannot_be_written_are_an_error_of_the_programs_own(monkey
             print_sections([("machine", [("device", "cpu")])])
 
 
-def test_nothing_is_wrapped_or_filled_up_where_no_terminal_shows_it(monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    finding = "word " * 100 + "end"
-    print_sections([("machine", [("device", finding), ("blas", "x")])])
-    assert capsys.readouterr().out == f"machine\ndevice  {finding}\nblas    x\n"
-
-
-@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("TTY_COMPATIBLE", "1"), ("COLUMNS", "")])
-def test_colour_or_an_empty_width_off_a_terminal_wraps_nothing(monkeypatch, capsys, variable, value):
+@sweep(("variable", "value"), [("NO_COLOR", "1"), ("FORCE_COLOR", "1"), ("TTY_COMPATIBLE", "1"), ("COLUMNS", "")])
+def test_nothing_is_wrapped_or_filled_up_where_no_terminal_shows_it(variable, value, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv(variable, value)
-    print_sections([("machine", [("device", "word " * 100 + "end")])])
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    finding = "word " * 100 + "end"
+    print_sections([("machine", [("device", finding), ("blas", "x")])])
+    written = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert written == f"machine\ndevice  {finding}\nblas    x\n"
 
 
 # --- words ----------------------------------------------------------------------------------------
