@@ -230,9 +230,8 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     _check_combinations(arguments, models)
     target, draft = models.target, models.draft
     pair = (lambda: (target, draft)) if arguments.shape is None else _shaped(arguments, models)
-    options = dict(models.options)
-    group = options.pop("group", None)
-    benchmark = _benchmark(arguments, options)
+    group = models.options.pop("group", None)
+    benchmark = _benchmark(arguments, models.options)
     if not arguments.overhead and arguments.shape is None:
         models.print_default()
     models.use_device()
