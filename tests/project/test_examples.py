@@ -165,3 +165,26 @@ def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(
     with pytest.raises(SystemExit):
         run(name, "--help")
     assert f"python examples/{name}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), "error: stdin is no terminal, and this program is nothing without one", ""),
+        (("--temperature", "-1"), 2, "temperature must be"),
+    ],
+    ids=["no terminal", "no temperature"],
+)
+def test_the_terminal_example_says_what_makes_no_sense_before_a_model_is_loaded(
+    arguments: tuple[str, ...],
+    code: object,
+    said: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as left:
+        run("terminal.py", *arguments)
+    assert left.value.code == code
+    assert said in capfd.readouterr().err
