@@ -130,7 +130,6 @@ class AcceptanceTrace(Benchmark):
     _num_written: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
         if self.temperature > 0:
             raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={self.temperature:g}")
 

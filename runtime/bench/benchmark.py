@@ -14,7 +14,6 @@ from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import JobError
 from protocol.errors import PromptError, SettingsError
-from protocol.open_options import OpenOptions
 from protocol.reprs import shown
 from protocol.settings import settings_from
 from protocol.validation import check_integer, check_integers, must_be, validator
@@ -25,7 +24,7 @@ from runtime.bench.loaded_models import ONLY_DRAFT, TARGET, LoadedModels, load_m
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import Source, caches_of
+from runtime.loading.model_sources import Source
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -71,7 +70,7 @@ class Benchmark(ABC):
         prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
         max_tokens: tokens to generate for each prompt, >= 16.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
-        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm's caches are quantised alike.
+        cache_options: of the runtimes' caches; mlx-lm's caches are quantised alike.
         contenders: in the order of the rows.
         cases, about, draft_names: empty before the models are loaded.
         turns: runs by (repeat, index of the case); a turn that was interrupted lacks some.
@@ -89,21 +88,13 @@ class Benchmark(ABC):
     repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
     temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
     dtype: str | None = attrs.field(default=None)
-    rewind: str = "auto"
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
+    cache_options: CacheOptions = attrs.field(factory=CacheOptions)
     contenders: Sequence[Contender] = attrs.field(init=False, factory=list)
     cases: list[Case] = attrs.field(init=False, factory=list)
     turns: dict[tuple[int, int], dict[Contender, Run]] = attrs.field(init=False, factory=dict)
     failures: dict[Contender, str] = attrs.field(init=False, factory=dict)
     about: dict[str, Any] = attrs.field(init=False, factory=dict)  # see `LoadedModels.about`
     draft_names: list[str] = attrs.field(init=False, factory=list)  # paths or hub ids
-    cache_options: CacheOptions = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        names = ("rewind", "kv_bits", "kv_group_size", "quantized_kv_start")
-        self.cache_options = caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:

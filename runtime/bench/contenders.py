@@ -89,15 +89,6 @@ class TimedToken:
     at: float
 
 
-def first_timed(tokens: Sequence[TimedToken]) -> tuple[int, float]:
-    """Index of the first token after the first round, which the target's own first token ends, and the time of that.
-
-    The tokens of the first round take no time of their own, and their number depends on the contender.
-    """
-    end_of_first = next((i for i, token in enumerate(tokens) if not token.from_draft), len(tokens) - 1)
-    return end_of_first + 1, tokens[end_of_first].at
-
-
 def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: int) -> tuple[int, int]:
     """Numbers of rounds and of proposed tokens in mlx-lm's speculative decoding, derived from the token flags.
 
@@ -137,12 +128,15 @@ def run_of(
 ) -> Run:
     """The run that tokens and their times describe, by prompt; `began` is the time of the call.
 
-    It is timed from the call to the last token of all; without its prompts it is a single text.
+    It is timed from the call to the last token of all; without its prompts it is a single text, which is timed from the
+    end of its first round: tokens of that take no time of their own, and their number depends on the contender.
     """
     first, timed_from, timed_to = 0, began, max(text[-1].at for text in texts)
     if not with_prompts:
         (text,) = texts
-        first, timed_from = first_timed(text)
+        # The target's own first token ends the first round.
+        end_of_first = next((i for i, token in enumerate(text) if not token.from_draft), len(text) - 1)
+        first, timed_from = end_of_first + 1, text[end_of_first].at
     return Run(
         texts=tuple(tuple(token.token for token in text) for text in texts),
         seconds=timed_to - timed_from,

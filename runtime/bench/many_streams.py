@@ -49,8 +49,7 @@ class ManyStreams(Benchmark):
     lookaheads: tuple[Lookahead, ...] = integers(("auto",), 0, MAX_LOOKAHEAD, or_auto=True)
 
     def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.kv_bits is not None:
+        if self.cache_options.kv_bits is not None:
             raise SettingsError(
                 "kv_bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it out"
             )

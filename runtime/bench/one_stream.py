@@ -40,7 +40,6 @@ class OneStream(Benchmark):
     lookaheads: tuple[Lookahead, ...] = integers((0, 1, 2, 3, 4, 6, 8, "auto"), 0, MAX_LOOKAHEAD, or_auto=True)
 
     def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
         self.contenders = self.contenders_of()
 
     def contenders_of(

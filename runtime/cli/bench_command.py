@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import attrs
 import trio
 
 from protocol.errors import SettingsError
+from protocol.open_options import OpenOptions
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import Value, add_flags, parse_value
@@ -155,16 +156,17 @@ def _check_combinations(arguments: argparse.Namespace, models: Models) -> None:
             raise SettingsError(f"{flag(name)} is of the drafter that --shape makes; add --shape, or leave it out")
 
 
-def _benchmark(arguments: argparse.Namespace) -> Benchmark:
-    """The benchmark that the arguments describe."""
+def _benchmark(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Benchmark:
+    """The benchmark that the arguments and options of `open` describe."""
     from runtime.bench.acceptance_trace import AcceptanceTrace
     from runtime.bench.many_streams import ManyStreams
     from runtime.bench.one_stream import OneStream
     from runtime.bench.overhead import Overhead
     from runtime.bench.prompt_files import BUNDLED, read_prompts
     from runtime.bench.shapes import PROMPTS
+    from runtime.loading.model_sources import caches_of
 
-    given = {**vars(arguments)}
+    given = {**vars(arguments), "cache_options": caches_of(OpenOptions(**options))}
     streams, prompts = given.pop("streams"), given.pop("prompts")
     if streams is not None:
         given["streams"] = _list(streams)
@@ -228,7 +230,8 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     _check_combinations(arguments, models)
     target, draft = models.target, models.draft
     pair = (lambda: (target, draft)) if arguments.shape is None else _shaped(arguments, models)
-    benchmark, group = _benchmark(arguments), models.options.get("group")
+    group = models.options.pop("group", None)
+    benchmark = _benchmark(arguments, models.options)
     if not arguments.overhead and arguments.shape is None:
         models.print_default()
     models.use_device()

@@ -37,7 +37,16 @@ from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Loaded, LoadedDraft, Source
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import vocabulary_map
-from runtime.measuring.pass_times import CONTEXT_TOKENS, REPEATS, WIDTHS, PassTime, medians, time_passes
+from runtime.measuring.pass_times import (
+    CONTEXT_TOKENS,
+    REPEATS,
+    SHARED_CONTEXT_TOKENS,
+    WIDTHS,
+    PassTime,
+    medians,
+    time_passes,
+    time_shared_passes,
+)
 from runtime.ranks.leading import check_group, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
 from runtime.terminal.tables import Section
@@ -45,11 +54,9 @@ from runtime.terminal.tables import Section
 # The thread, the source and the loaded model of a drafter.
 _DraftHere = tuple[ThreadWorker, Source, Loaded | LoadedDraft]
 
-# What a report has of passes: widths in tokens, and numbers of texts that share a pass. Reading a token of each text
-# before takes 10 ms on a CPU.
+# What a report has of passes: widths in tokens, and numbers of texts that share a pass.
 REPORT_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 NUMBERS_OF_TEXTS = (1, 2, 4, 8, 16)
-SHARED_CONTEXT_TOKENS = 16
 
 
 @attrs.frozen
@@ -237,7 +244,7 @@ async def _examine_on(
     def examine_here() -> ExaminedModel:
         anatomy, shared = model.anatomy(), {}
         if numbers_of_texts and anatomy.sharing_obstacle is None:
-            shared = time_passes(model, numbers_of_texts, shared=True, num_context=SHARED_CONTEXT_TOKENS)
+            shared = {num_texts: time_shared_passes(model, num_texts) for num_texts in numbers_of_texts}
         examined = ExaminedModel(anatomy, time_passes(model, widths), shared)
         if not isinstance(model, ShardedModel):
             return examined

@@ -18,6 +18,7 @@ from actors.trained.feature_input import FeatureInput
 WIDTHS = (1, 2, 3, 5, 9)
 REPEATS = 7
 CONTEXT_TOKENS = 64  # tokens in the cache when a pass is timed
+SHARED_CONTEXT_TOKENS = 16  # likewise, of each text that shares it: reading a token of each takes 10 ms on a CPU
 MAX_WIDTH = 64
 WITHIN_S = 30.0  # seconds after which no pass is repeated
 
@@ -38,57 +39,43 @@ def medians(times: Mapping[int, PassTime]) -> dict[int, float]:
     return {width: each.median for width, each in times.items()}
 
 
-def time_passes(
-    model: MLXModel | TrainedDrafter,
-    widths: Sequence[int] = WIDTHS,
-    *,
-    shared: bool = False,
-    repeats: int = REPEATS,
-    num_context: int = CONTEXT_TOKENS,
-) -> dict[int, PassTime]:
-    """Time forward passes of several widths, each in [1, 64], by width.
+def time_passes(model: MLXModel | TrainedDrafter, widths: Sequence[int]) -> dict[int, PassTime]:
+    """Time forward passes over several numbers of tokens of one text, each in [1, 64], which take turns; by number.
 
-    Args:
-        shared: whether a pass of width n is shared by n texts, which must be able to share passes, with one token each;
-            else it is over n tokens of one text, and the widths take turns.
-        repeats: of each width; fewer, but at least one, if they take longer than `WITHIN_S` seconds.
-        num_context: tokens in the cache of each text when a pass is timed.
+    Each has `REPEATS` passes; fewer, but at least one, if they take longer than `WITHIN_S` seconds.
     """
-    if shared:
-        return {width: _pass_time(_time_shared(model, width, repeats, num_context)) for width in widths}
     began_all = time.perf_counter()
-    sequence = _filled_sequence(model, num_context)
+    sequence = _filled_sequence(model, CONTEXT_TOKENS)
     taken: dict[int, list[tuple[float, float]]] = {width: [] for width in widths}
     # The first pass of a width compiles kernels, and is not counted.
-    for repeat in range(1 + repeats):
+    for repeat in range(1 + REPEATS):
         for width in widths if repeat % 2 == 0 else reversed(widths):
             if repeat > 1 and time.perf_counter() - began_all > WITHIN_S:
                 break
-            rewind_mode = sequence.prepare(width, num_context)
+            rewind_mode = sequence.prepare(width, CONTEXT_TOKENS)
             seconds = _timed(partial(sequence.feed, (1,) * width, width))
             if repeat > 0:
                 taken[width].append(seconds)
             if rewind_mode is RewindMode.SINGLE:
                 sequence.close()
-                sequence = _filled_sequence(model, num_context)
+                sequence = _filled_sequence(model, CONTEXT_TOKENS)
             else:
-                sequence.rewind(num_context)
+                sequence.rewind(CONTEXT_TOKENS)
     sequence.close()
     return {width: _pass_time(each) for width, each in taken.items()}
 
 
-def _time_shared(
-    model: MLXModel | TrainedDrafter, num_texts: int, repeats: int, num_context: int
-) -> list[tuple[float, float]]:
-    feeds = [Feed(_filled_sequence(model, num_context), (1,), 1) for _ in range(num_texts)]
+def time_shared_passes(model: MLXModel, num_texts: int) -> PassTime:
+    """Time passes that texts share, which must be able to, with one token each."""
+    feeds = [Feed(_filled_sequence(model, SHARED_CONTEXT_TOKENS), (1,), 1) for _ in range(num_texts)]
     taken = []
-    for _ in range(1 + repeats):
+    for _ in range(1 + REPEATS):
         for feed in feeds:
             feed.sequence.prepare(1, feed.sequence.length)
         taken.append(_timed(partial(model.feed_together, feeds)))
     for feed in feeds:
         feed.sequence.close()
-    return taken[1:]  # the first pass puts the texts into one batch
+    return _pass_time(taken[1:])  # the first pass puts the texts into one batch
 
 
 def _timed(feed: Callable[[], object]) -> tuple[float, float]:

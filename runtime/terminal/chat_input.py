@@ -120,11 +120,11 @@ class ChatSignals(SignalScope):
         return True
 
     @contextmanager
-    def stopping(self) -> Iterator[trio.CancelScope]:
+    def stopping(self) -> Iterator[None]:
         """Have Ctrl-C cancel the block, and nothing beyond it."""
         with trio.CancelScope() as self._answer:
             try:
-                yield self._answer
+                yield
             finally:
                 self._answer = None
 

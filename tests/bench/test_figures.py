@@ -11,7 +11,7 @@ from sweeps import sweep
 import runtime
 from runtime.bench.benchmark import Benchmark, Case, named_drafts, running_order, time_left
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, Length, Run
-from runtime.bench.figures import failures, median, ratio, share, spread, total
+from runtime.bench.figures import failures, ratio, share, total
 from runtime.bench.many_streams import ManyStreams, streams_contender
 from runtime.bench.one_stream import OneStream
 from runtime.bench.overhead import CONTENDERS, Overhead, contenders_of
@@ -28,12 +28,6 @@ def test_sums_and_ratios_of_what_is_not_known_are_not_known() -> None:
     assert (total(runs, "a"), total(runs[:1], "a", "b"), total(runs, "b"), total([], "a")) == (4, 3, None, None)
     assert (ratio(1, 2), ratio(None, 2), ratio(1, None), ratio(1, 0)) == (0.5, None, None, None)
     assert (share(runs[:1], "a", "a", "b"), share(runs, "a", "b")) == (1 / 3, None)
-
-
-def test_a_spread_is_a_median_with_its_extremes() -> None:
-    assert spread([3.0, 1.0, 8.0]) == {"median": 3.0, "low": 1.0, "high": 8.0}
-    assert spread([]) == {"median": None, "low": None, "high": None}
-    assert median([1.0, 2.0]) == 1.5
 
 
 def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_backwards() -> None:
@@ -87,13 +81,6 @@ def scripted(**changes: Any) -> OneStream:
             OURS: a_run(0.25, accepted=6, rejected=2, **of_ours),
         }
     return measured
-
-
-def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first() -> None:
-    names = [contender.name for contender in OneStream().contenders]
-    assert names[0] == "mlx-lm plain"
-    assert names[1:9] == [f"mlx-lm speculative {k}" for k in range(1, 9)]
-    assert names[9:] == [f"outrider lookahead {k}" for k in (0, 1, 2, 3, 4, 6, 8, "auto")]
 
 
 def test_contenders_are_those_that_can_run_each_once() -> None:
@@ -219,16 +206,6 @@ ONE_BY_ONE, IN_TURNS, AT_ONCE = (
 )
 
 
-def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last() -> None:
-    assert ManyStreams().contenders == [ONE_BY_ONE, IN_TURNS, AT_ONCE, BATCHED]
-    names = [each.name for each in ManyStreams(lookaheads=(0, "auto")).contenders]
-    assert names[1:4] == [
-        "outrider in turns, lookahead 0",
-        "outrider at once, lookahead 0",
-        "outrider one after another",
-    ]
-
-
 def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
     measured = prepared(ManyStreams(streams=(2,), repeats=2), 1, expected=[(7, 8), (7, 8)])
 
@@ -273,17 +250,3 @@ def test_one_stream_is_compared_with_generate_step_and_more_with_batches() -> No
     assert result["rows"][-1]["vs_mlx_lm"] == pytest.approx(18 / 15)
     (_, table), *_ = overhead.report(result).tables
     assert table.rows[0] == ("1", "mlx-lm generate_step", "20.0 (10–30)", "1.00")
-
-
-@sweep(
-    ("plan", "changes", "complaint"),
-    [
-        (Overhead, {"streams": (257,)}, "streams must be whole numbers between 1 and 256"),
-        (ManyStreams, {"streams": (0,)}, "streams must be whole numbers between 1 and 256"),
-        (Overhead, {"max_tokens": 15}, "max_tokens must be a whole number of at least 16"),
-        (OneStream, {"repeats": 0}, "repeats must be a whole number of at least 1"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(plan: Any, changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=complaint):
-        plan(**changes)

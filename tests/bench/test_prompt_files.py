@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import pytest
 from sweeps import sweep
 
 import runtime
-from runtime.bench.prompt_files import BUNDLED, BenchPrompt, read_prompts
+from runtime.bench.prompt_files import BenchPrompt, read_prompts
 
 
 @sweep(
@@ -58,19 +57,6 @@ def test_a_prompt_of_any_form_may_have_a_schema(tmp_path):
         file.write_text(json.dumps({"prompt": "a", "response_format": response_format}))
         with pytest.raises(runtime.PromptError, match=r"line 1 of .* has another response_format"):
             read_prompts(str(file))
-
-
-def test_the_bundled_prompts_are_of_five_kinds_for_small_models_and_some_have_several_turns():
-    prompts = read_prompts(BUNDLED)
-    assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(
-        ("chat", "code", "rewrite", "summary", "json"), 8
-    )
-    assert all(prompt.has_answers for prompt in prompts)
-    assert sum(len(prompt.turns) > 1 for prompt in prompts) >= 8
-    words = [len(turn.split()) for prompt in prompts for turn in prompt.turns]
-    assert max(words) < 180
-    given = {prompt.turns for prompt in prompts}
-    assert len(given) == 40
 
 
 @sweep(

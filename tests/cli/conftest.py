@@ -28,7 +28,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """A server of the demo pair. Each test leaves it idle."""
-    with serving("--api-key", KEY, "--max-streams", "2", "--max-waiting", "1", "--strict") as one:
+    with serving("--api-key", KEY, "--strict") as one:
         yield one
 
 

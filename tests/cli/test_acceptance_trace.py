@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import runtime
 from protocol.errors import PromptError, SettingsError
-from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, traced, with_grammar, write_trace
+from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, traced, with_grammar
 from runtime.bench.one_stream import OneStream
 from runtime.bench.prompt_files import BenchPrompt
 from runtime.terminal.display import OutputError
@@ -40,15 +40,6 @@ def test_a_position_within_a_round_has_the_rest_of_its_drafts():
 
 def test_drafts_beyond_the_end_of_a_text_are_of_no_position():
     assert traced("", [1], [7], [(0, [(7, 0.9), (8, 0.5)])]).drafts == (((7, 0.9), (8, 0.5)),)
-
-
-def test_a_file_has_what_was_written(tmp_path):
-    texts = [
-        TracedText("chat", (1,), (7,), (((7, 0.9), (8, 0.5)),)),
-        TracedText("", (2, 3), (4, 5), ((), ()), forced=(((4, 0), (6, 1)), ()), forbidden=((), (1, 3))),
-    ]
-    write_trace(tmp_path / "trace.jsonl", texts)
-    assert read_trace(tmp_path / "trace.jsonl") == texts
 
 
 @pytest.mark.slow

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
-import trio.lowlevel
-from command_line import at_a_terminal, outrider, ran, read_all, refusal
+from command_line import at_a_terminal, ran, refusal
 from models import prompt_of
 from sweeps import sweep
 
@@ -220,22 +218,18 @@ def test_log_probabilities_that_were_asked_for_are_in_the_answer(endless, tmp_pa
         assert [top["id"] for top in line["top_logprobs"]] == [top.id for top in token.top_logprobs]
 
 
-@pytest.mark.slow
-async def test_ctrl_c_leaves_a_file_from_which_the_same_command_goes_on(endless, tmp_path):
-    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": [n % 60]} for n in range(400)])
-    out = tmp_path / "answers.jsonl"
-    asked = ["batch", str(prompts), "--out", str(out), "--target", endless, "-m", "8"]
-    async with outrider(*asked, stderr=-1) as process:
-        while not out.exists() or out.stat().st_size == 0:
-            await trio.lowlevel.checkpoint()
-        process.send_signal(signal.SIGINT)
-        await process.wait()
-        assert process.returncode == 130
+def test_ctrl_c_leaves_a_file_from_which_the_same_command_goes_on(endless, tmp_path, capfd, monkeypatch):
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": [n]} for n in range(40)])
+    asked = ["batch", str(prompts), "--out", str(out := tmp_path / "answers.jsonl"), "--target", endless, "-m", "2"]
+    with monkeypatch.context() as patch:
+        add = files.AnswerFile.add
+        patch.setattr(files.AnswerFile, "add", lambda *added: (add(*added), signal.raise_signal(signal.SIGINT)))
+        err = ran(capfd, *asked, status=130).err
     num_answered = out.read_bytes().count(b"\n")
-    assert 0 < num_answered < 400
-    async with outrider(*asked, stderr=-1) as process:
-        assert f"{400 - num_answered} answers were added" in await read_all(process.stderr)
-    assert len(by_label(out)) == 400
+    assert 0 < num_answered < 40
+    assert err == f"outrider: answered {num_answered} of 40; the same command goes on from here\n"
+    assert f"{40 - num_answered} answers were added" in ran(capfd, *asked).err
+    assert len(by_label(out)) == 40
 
 
 def test_a_terminal_shows_how_many_are_answered_and_nothing_of_it_stays(endless, tmp_path, capfd, monkeypatch):

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from command_line import ran
-from interrupts import cancelled_at
-from models import greedy, mamba, near
+from models import greedy
 from our_threads import outrider_threads
 
 import runtime
@@ -87,20 +86,6 @@ async def test_caches_that_mlx_lm_cannot_batch_are_noted_only(pair, monkeypatch)
     assert result["is_complete"]
     assert [row["failure"] for row in result["rows"] if row["kind"] == "batched"] == ["no cache to merge"] * 2
     assert {row["same_texts"] for row in result["rows"] if row["streams"] == 3 and row["kind"] != "batched"} == {3}
-
-
-async def test_streams_of_a_recurrent_target_are_measured_too():
-    target = mamba()
-    result = await small(repeats=1).measure((target, None), (near(target, noise=0.02), None))
-    assert [row["same_texts"] for row in result["rows"] if row["kind"] == "at once"] == [1, 3]
-
-
-async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
-    target, draft = pair
-    result = await cancelled_at("repeat 2 of 5, 3 streams", small(repeats=5), (target, None), (draft, None))
-    assert (result["repeats_done"], result["is_complete"]) == (2, False)
-    assert [len(row["speeds"]) for row in result["rows"]] == [2, 2, 2, 2, 1, 1, 1, 1]
-    assert not outrider_threads()
 
 
 # --- the command ----------------------------------------------------------------------------------

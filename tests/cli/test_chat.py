@@ -5,7 +5,6 @@ import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import attrs
@@ -26,11 +25,11 @@ MAX = ("--max-tokens", "6")
 CUT = "outrider: the answer was cut off after 6 tokens; /more continues it, and --max-tokens sets the limit\n"
 
 
-async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
+async def answers(target: str, *turns: str) -> list[str]:
     """The answers of a conversation in Python."""
     async with runtime.open(target) as rt:
         conversation = rt.conversation()
-        return [(await conversation.generate(turn, max_tokens=num_tokens)).text for turn in turns]
+        return [(await conversation.generate(turn, max_tokens=6)).text for turn in turns]
 
 
 @attrs.define
@@ -90,18 +89,6 @@ def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless,
     said = trio.run(answers, endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
     assert ended == (0, "".join(f"{answer}\n" for answer in said), CUT * 5)
     assert len(set(said)) == 5
-
-
-def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless, capfd, monkeypatch):
-    models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
-    asked = [*models, "--max-tokens", "12", "--stats"]
-    status, out, err = piped(capfd, monkeypatch, *asked, lines="w1 w2\nw3\n")
-    said = trio.run(partial(answers, endless, "w1 w2", "w3", num_tokens=12))
-    assert (status, out) == (0, "".join(f"{answer}\n" for answer in said))
-    assert err.count("tokens per round  4.00 in 3 rounds") == 2
-    first, second = (line for line in err.splitlines() if line.startswith("tokens   "))
-    assert "12 after a prompt of 2" in first
-    assert "cached" in second
 
 
 def test_a_reset_forgets_what_was_said(endless, capfd, monkeypatch):

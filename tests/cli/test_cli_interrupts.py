@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import trio
-from command_line import ROOT, environment
+from command_line import ROOT, at_a_terminal, environment
 from sweeps import sweep
 
 import runtime
@@ -18,21 +17,19 @@ from runtime.terminal.signals import ACKNOWLEDGE_S, SignalScope, exit_on_signal
 # The source of modules whose import is interrupted by Ctrl-C.
 INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the signal was not heard')\n"
 COMMANDS = (("generate", "hi"), ("chat",), ("serve", "--port", "0"), ("doctor",), ("bench",))
+AS_MODULE, AS_SCRIPT = ("-m", "runtime"), ("-c", "from runtime.__main__ import main; main()")
 
 
-ENTRIES = (("-m", "runtime"), ("-c", "from runtime.__main__ import main; main()"))
-
-
-@pytest.mark.parametrize(("start", "module"), [(ENTRIES[0], "attrs"), (ENTRIES[1], "argparse"), (ENTRIES[0], "trio")])
-def test_ctrl_c_during_the_first_imports_ends_it_quietly(start, module, tmp_path):
+@sweep(
+    ("module", "start", "command"),
+    [
+        *(("attrs", AS_MODULE, COMMANDS[0]), ("argparse", AS_SCRIPT, COMMANDS[0]), ("trio", AS_MODULE, COMMANDS[0])),
+        *(("mlx", AS_MODULE, command) for command in COMMANDS),
+    ],
+)
+def test_ctrl_c_during_an_import_ends_it_quietly(module, start, command, tmp_path):
     (tmp_path / f"{module}.py").write_text(INTERRUPTED)
-    assert ended(tmp_path, *start, "generate", "hi") == (130, "", "")
-
-
-@sweep("arguments", COMMANDS)
-def test_ctrl_c_while_the_models_libraries_are_imported_ends_it_quietly(arguments, tmp_path):
-    (tmp_path / "mlx.py").write_text(INTERRUPTED)
-    assert ended(tmp_path, "-m", "runtime", *arguments) == (130, "", "")
+    assert ended(tmp_path, *start, *command) == (130, "", "")
 
 
 def test_importing_the_package_takes_next_to_nothing_along():
@@ -64,26 +61,6 @@ def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 # --- waiting --------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """A stand-in for stderr, as far as the display uses it."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return -1  # its width is not known
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
 
 
 class Still(Display):
@@ -123,11 +100,11 @@ READING = "stopping after the forward pass that is running"
 async def test_the_first_ctrl_c_says_what_is_waited_for_unless_that_is_soon_over(
     show, waits_s, said, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     display = Still()
-    show(display)
-    assert (await interrupted(display, waits_s)).signal == signal.SIGINT
-    assert stderr.text == ("" if said is None else f"outrider: {said}; Ctrl-C again quits at once\n")
+    with at_a_terminal(monkeypatch, "stderr") as screen:
+        show(display)
+        assert (await interrupted(display, waits_s)).signal == signal.SIGINT
+    assert screen.text == ("" if said is None else f"outrider: {said}; Ctrl-C again quits at once\r\n")
 
 
 def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits():

@@ -87,7 +87,7 @@ def test_a_prompt_is_asked_through_the_chat_template_where_there_is_one(instruct
 
 
 def test_a_raw_prompt_is_continued_as_it_is(instruct, capfd):
-    assert generated(capfd, PROMPT, "--target", instruct, "--raw") == (expected(instruct, PROMPT), 3, "")
+    assert generated(capfd, "--prompt", PROMPT, "--target", instruct, "--raw") == (expected(instruct, PROMPT), 3, "")
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,6 @@ def test_what_needs_a_chat_template_is_refused_where_there_is_none(command, base
     assert (out, err.count("\n")) == ("", 1)
     flag = next(word for word in command if word.startswith("--"))
     assert f"error: {flag} needs a chat template, and the target's tokenizer has none" in err
-
-
-def test_a_prompt_may_have_a_flag(base, capfd):
-    assert generated(capfd, "-p", PROMPT, "--target", base)[0] == expected(base, PROMPT)
 
 
 # --- options of open ------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ NUM_TIMES = 3
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with nothing else to do, and a screen on which nothing is wrapped; passes are timed less often."""
-    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
+    monkeypatch.setattr("runtime.measuring.pass_times.REPEATS", NUM_TIMES)
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.9, 0.9))
     monkeypatch.setattr("runtime.terminal.display.LOG_INTERVAL_S", math.inf)  # no progress of a slow one
@@ -223,7 +223,7 @@ def test_a_busy_machine_is_said_at_the_start_and_in_the_report(target, monkeypat
 def test_slow_passes_are_timed_once_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=10.0)
     monkeypatch.setattr("runtime.measuring.pass_times.time.perf_counter", lambda: next(clock))
-    passes = time_passes(MLXModel(llama(), CacheOptions()), WIDTHS, repeats=7)
+    passes = time_passes(MLXModel(llama(), CacheOptions()), WIDTHS)
     assert [each.num_passes for each in passes.values()] == [1] * len(WIDTHS)
 
 
@@ -337,7 +337,7 @@ def test_a_slow_target_is_not_made_to_write_for_minutes():
 async def test_the_bundled_trained_drafter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("runtime.doctor.report.BEGINNINGS", BEGINNINGS[:1])
     monkeypatch.setattr("runtime.doctor.agreement.NUM_TOKENS", 30)
-    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", 2)
+    monkeypatch.setattr("runtime.measuring.pass_times.REPEATS", 2)
     diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
     found = diagnosis.draft
     rows = dict(found.rows)

@@ -18,7 +18,6 @@ import ast
 import importlib.util
 import inspect
 import io
-import json
 import re
 import shlex
 import shutil
@@ -96,38 +95,26 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-# Pages whose blocks take more than a few seconds to run.
-LONG = {
-    f"docs/{page}.md"
-    for page in (
-        "asyncio", "cancellation", "conversations", "getting-started", "index", "many-streams", "migrating", "streams",
-        "trained-drafters",
-    )
-}  # fmt: skip
-
-
 def having(language: str, marker: str) -> Any:
     """Parameters: the blocks of one kind, page by page."""
     found: dict[Path, list[Block]] = {}
     for block in BLOCKS:
         if (block.language, block.marker) == (language, marker):
             found.setdefault(block.page, []).append(block)
-    runs_long = language == "python" and marker in ("", "run: trio")
-    return pytest.mark.parametrize(
-        "blocks",
-        [
-            pytest.param(blocks, id=named(page), marks=[pytest.mark.slow] if runs_long and named(page) in LONG else [])
-            for page, blocks in found.items()
-        ],
-    )
+    return pytest.mark.parametrize("blocks", found.values(), ids=map(named, found))
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: None) -> None:
-    """Run blocks in a folder of their own, with the files that commands name."""
+def elsewhere(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: None
+) -> None:
+    """Run blocks in a folder of their own, with the files that commands name, and with a target as small as the draft
+    model, except where a drafter was trained for the real one."""
     monkeypatch.chdir(tmp_path)
-    schema = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}}
-    (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["size"], "additionalProperties": False}))
+    if "trained-drafters" not in request.node.name:
+        for home in (runtime, runtime.loading.named_models):
+            monkeypatch.setattr(home, "DEMO_TARGET", runtime.DEMO_DRAFT)
+    (tmp_path / "schema.json").write_text('{"enum": ["small", "large"]}')
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "import os"}\n{"id": "a", "prompt": "def f(", "max_tokens": 4}\n'
     )
@@ -178,6 +165,7 @@ async def run_fragments(blocks: list[Block], rt: Any) -> None:
             await awaitable
 
 
+@pytest.mark.slow
 @having("python", "")
 def test_programs_run(blocks: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks:
@@ -185,6 +173,7 @@ def test_programs_run(blocks: list[Block], capsys: pytest.CaptureFixture[str]) -
         assert capsys.readouterr().out.strip() or "print(" not in block.source
 
 
+@pytest.mark.slow
 @having("python", "run: trio")
 async def test_fragments_run_under_trio(blocks: list[Block]) -> None:
     async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
@@ -317,7 +306,7 @@ def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: p
 @pytest.mark.slow
 def test_blocks_that_ask_the_server_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block for block in BLOCKS if block.marker == "run: server"]
-    with serving("--max-tokens-limit", "64") as server:
+    with serving("--target", str(runtime.DEMO_TARGET), "--max-tokens-limit", "64") as server:
         for block in blocks:
             assert ADDRESS in block.source
             source = block.source.replace(ADDRESS, server.url)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import runtime
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,10 +23,15 @@ Run = Callable[..., list[str]]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs an example as a program, in this process, which has imported everything, and returns the lines it prints."""
+    """Runs an example as a program, in this process, which has imported everything, and returns the lines it prints.
+
+    Its target is as small as its draft model, except where a text must be endless for half a second.
+    """
 
     def run_one(name: str, *arguments: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
+        if name not in ("cancelling.py", "asyncio_stream.py"):
+            monkeypatch.setattr(runtime, "DEMO_TARGET", runtime.DEMO_DRAFT)
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         out, err = capfd.readouterr()
         assert err == ""
@@ -158,3 +165,26 @@ def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(
     with pytest.raises(SystemExit):
         run(name, "--help")
     assert f"python examples/{name}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), "error: stdin is no terminal, and this program is nothing without one", ""),
+        (("--temperature", "-1"), 2, "temperature must be"),
+    ],
+    ids=["no terminal", "no temperature"],
+)
+def test_the_terminal_example_says_what_makes_no_sense_before_a_model_is_loaded(
+    arguments: tuple[str, ...],
+    code: object,
+    said: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as left:
+        run("terminal.py", *arguments)
+    assert left.value.code == code
+    assert said in capfd.readouterr().err

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -259,18 +258,3 @@ async def test_leaving_gives_the_terminal_back_and_leaves_the_text_on_it(
     assert somebody.screen.mode == modes
     assert not somebody.screen.cursor.hidden
     assert re.fullmatch(r"loading endless \.\.\.\nw1 w2[w\d\s]*(\[stopped\])?\s*", somebody.shown)
-
-
-@pytest.mark.slow
-async def test_what_makes_no_sense_is_said_before_a_model_is_loaded() -> None:
-    async with person() as somebody:
-        terminal = {"stdout": somebody.given}
-        for arguments, status, said in (
-            ([], 1, "error: stdin is no terminal, and this program is nothing without one"),
-            (["--temperature", "-1"], 2, "temperature must be"),
-        ):
-            command = [sys.executable, str(ROOT / "examples" / "terminal.py"), *arguments]
-            options = {"capture_stderr": True, "check": False, "env": environment(), "stdin": subprocess.DEVNULL}
-            done = await trio.run_process(command, **options, **terminal)
-            assert done.returncode == status
-            assert said in done.stderr.decode()
