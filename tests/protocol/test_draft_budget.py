@@ -8,6 +8,7 @@ import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from measured_prices import prices_of
 from sweeps import sweep
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
@@ -19,17 +20,11 @@ from protocol.prices import Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=80)
 
-STEP, VERIFY = 1.0, 8.0
 
-
-def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.05, rate: float = 0.3) -> Prices:
-    """Prices of a drafter's step and a target's pass, from many measurements."""
-    prices = Prices()
-    for width in (1, 2, 3, 1, 4) * 3:
-        prices.draft_alone.observe(width, 0.0, step)
-        for overlap in (0.0, step, 3 * step):
-            prices.verify.observe(width, overlap, VERIFY * (1 + slope * (width - 1)) + contention * overlap)
-        prices.observe_round(round(rate * 100), 100.0)
+def priced(*, rate: float = 0.3, **measured: float) -> Prices:
+    """Prices with a rate of speculative decoding."""
+    prices = prices_of(base=8.0, **{"slope": 0.05, "step": 1.0, **measured})
+    prices.observe_round(round(rate * 100), 100.0)
     return prices
 
 
@@ -144,9 +139,9 @@ STEPS = st.lists(CONFIDENCES, min_size=1, max_size=8)
 POLICIES = st.builds(
     auto,
     st.builds(
-        prices_of,
-        st.sampled_from([0.1, 0.5, 1.0, 3.0]),
-        contention=st.sampled_from([0.0, 0.3, 1.0]),
+        priced,
+        step=st.sampled_from([0.1, 0.5, 1.0, 3.0]),
+        delay=st.sampled_from([0.0, 0.3, 1.0]),
         slope=st.sampled_from([0.0, 0.06, 0.5]),
         rate=st.sampled_from([0.05, 0.2, 0.5]),
     ),
@@ -203,7 +198,7 @@ def test_where_something_was_copied_the_drafter_asks(due):
     # The best token after it may be a copied one, not the drafter's choice.
     tree = LookaheadTree(ROOT, POSITION)
     tree.copy([Guess(1, 0.9, raw=0.9, copy_kind=0, worth=9.0)])
-    policy = auto(prices_of())
+    policy = auto(priced())
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root) is EMPTY_BUDGET
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), at(tree, 1)).max_steps > 0
     tree.copy([Guess(1, 0.3, raw=0.3, copy_kind=0)])
@@ -213,7 +208,7 @@ def test_where_something_was_copied_the_drafter_asks(due):
 @pytest.mark.parametrize("due", [None, 9.0])
 def test_a_budget_refers_to_nothing_that_the_other_thread_changes(due):
     tree = LookaheadTree(ROOT, POSITION)
-    policy = auto(prices_of())
+    policy = auto(priced())
     draft_budget = policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root)
     values = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
     assert not any(isinstance(value, (Node, LookaheadTree, PolicyView, Prices, AutoPolicy)) for value in values)

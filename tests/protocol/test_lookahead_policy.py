@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_prices import prices_of
 from sweeps import sweep
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
@@ -135,18 +136,6 @@ def test_decisions_over_a_chain_depend_on_its_depth_alone(policy, one, other, li
 
 
 # --- the rules over measured prices ---------------------------------------------------------------
-
-
-def prices_of(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: float = 0.0) -> Prices:
-    """Prices that were measured on a machine without noise."""
-    prices, at = Prices(), 0.0
-    for i in range(70):
-        width, overlap = 1 + i % 5, base * (i % 7) / 7
-        prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
-        prices.observe_draft_step(1, at, at + step, beside_target=False)
-        prices.plain_decode_s.observe(base)
-        at += step
-    return prices
 
 
 def auto(prices: Prices) -> AutoPolicy:

@@ -13,10 +13,10 @@ from scripted import agreeing, ids, next_token, priced, simulated, spike, truthf
 from simulation import run_simulation
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
-from trees import POSITION, ROOT, tree_of
+from trees import drafted_tree, tree_of
 
 from protocol.calibration import Calibration
-from protocol.lookahead_tree import Guess, LookaheadTree
+from protocol.lookahead_tree import Guess
 from protocol.statistics import Statistics
 from protocol.trace import Span
 
@@ -59,17 +59,8 @@ def test_a_snapshot_stays_as_it_was():
 # --- the tree -------------------------------------------------------------------------------------
 
 
-def stale_chain(*guesses: tuple[float, int]) -> LookaheadTree:
-    """A chain of (confidence, staleness)."""
-    tree = LookaheadTree(ROOT, POSITION)
-    node = tree.root
-    for token, (confidence, staleness) in enumerate(guesses):
-        node = tree.expand(node, Guess(token, confidence, raw=confidence, staleness=staleness))
-    return tree
-
-
 def test_what_was_drafted_ahead_becomes_stale_once_the_target_has_committed_what_came_before():
-    tree = stale_chain(*((0.9, staleness) for staleness in range(5)))
+    tree = drafted_tree(*(Guess(token, 0.9, staleness=token) for token in range(5)))
     assert [tree.is_stale(node) for node in tree.chain()] == [False] * 5
     tree.advance([0, 1])
     assert [tree.is_stale(node) for node in tree.chain()] == [True] * 3
@@ -102,12 +93,6 @@ def test_staleness_costs_acceptance_and_speed():
         if stale < 0.85:
             assert of_stale < fresh - 0.1
     assert speeds[0] > 1.2 * speeds[1]
-
-
-def test_a_draft_model_is_always_fresh():
-    statistics = run_simulation(Scenario(0.85, 0.1), num_tokens=40).statistics
-    assert statistics.stale_acceptance is None
-    assert statistics.fresh_acceptance == statistics.acceptance_rate
 
 
 # --- in a trace -----------------------------------------------------------------------------------
