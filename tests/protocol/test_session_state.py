@@ -174,17 +174,6 @@ def test_another_sessions_or_a_later_rounds_message_is_an_error_while_there_are_
         assert of.num_stale == 0
 
 
-def test_of_a_closed_session_every_rounds_messages_are_dropped():
-    # In a rest, the target may have been rounds ahead when the drafter's copy was closed.
-    for handler, message in HANDLERS:
-        of = in_state(SessionPhase.CLOSED)
-        before = snapshot(of)
-        for later in range(4):
-            assert not handler(of, attrs.evolve(message, round=later, start=3 + later))
-        assert snapshot(of) == before
-        assert of.num_stale == 4
-
-
 @sweep("changes", [{"session": SESSION + 1}, {"start": 5}, {"start": 7}, {"round": 3}])
 def test_what_was_committed_in_a_rest_is_of_this_rest_and_goes_on_here(changes):
     of = in_state(SessionPhase.RESTING)  # until round 3
@@ -216,15 +205,6 @@ def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
 
 
 # --- the drafter rests ----------------------------------------------------------------------------
-
-
-@sweep("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
-@sweep("rounds_ago", [0, 1])
-def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
-    of = in_state(state)
-    before = snapshot(of)
-    assert not of.rest(Rest(SESSION, of.round - rounds_ago or 1))
-    assert snapshot(of) == before
 
 
 @sweep("drafted, first, second", [(True, "RESTING", "PROPOSING"), (False, "UNDRAFTED", "UNDRAFTED")])
