@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from scenario import Scenario
-from scripted import agreeing, ids, next_token, priced, simulated, spike, truthful
+from scripted import ids, next_token, priced, simulated, spike, truthful
 from simulation import run_simulation
-from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 from trees import drafted_tree, tree_of
 
@@ -121,19 +120,5 @@ async def test_a_trained_drafter_drafts_inside_the_targets_passes(lookahead: Any
     inside = [d for d in drafts if any(v.began <= d.began and d.ended <= v.ended for v in verifies)]
     assert len(inside) > 10
     assert statistics.lookahead_hits > 0
+    assert statistics.rejected > 0 or lookahead == 2
     assert statistics.draft_failures == 0
-
-
-@sweep("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-async def test_a_trained_drafter_that_is_wrong_at_times_changes_no_text(seed: int, autojump_clock: Any) -> None:
-    wrong = agreeing(0.6)
-
-    def script(history: Any, staleness: int) -> Any:
-        return (wrong if staleness > 1 else truthful)(history)
-
-    async with simulated(RecordingTarget(truthful), TrainedDraft(script), schedule=seed) as simulation:
-        completion = await simulation.runtime.generate([5, 6, 7], max_tokens=80)
-        text = ids(completion.tokens)
-    assert text == [next_token([5, 6, 7, *text[:i]]) for i in range(80)]
-    assert completion.statistics.draft_failures == 0
-    assert completion.statistics.rejected > 0
