@@ -432,12 +432,17 @@ class Prices:
             verify_seconds=self.verify(1),
             verify_seconds_per_token=self.verify.per_row(LAST_ROW_OF_SLOPE),
             draft_seconds=self.draft_s(1, beside_target=False),
-            contention=self.verify.target_slowdown * self._draft_slowdown,
+            contention=self.contention,
             plain_seconds=self.plain_decode_s.value,
             tokens_per_second=self.speculative_rate,
             acceptance=self.acceptance,
             verify_table=self.verify.table(),
         )
+
+    @property
+    def contention(self) -> float:
+        """κ: seconds by which the target is delayed for each second that a draft step takes when it runs alone."""
+        return self.verify.target_slowdown * self._draft_slowdown
 
     # --- passes, and the draft steps beside them --------------------------------------------------
 

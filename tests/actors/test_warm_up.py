@@ -83,7 +83,7 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     assert prices.plain_decode_s.value == pytest.approx(base, rel=1e-6)
     # A job that shares the device takes its own time and as much of the other's as they overlap.
     assert prices.draft_slowdown.value == pytest.approx(1 + kappa, rel=0.25)
-    assert prices.estimates().contention == pytest.approx(kappa, abs=0.25)
+    assert prices.contention == pytest.approx(kappa, abs=0.25)
 
 
 def test_prices_that_cannot_be_are_measured_again() -> None:
