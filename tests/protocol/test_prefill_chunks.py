@@ -193,8 +193,3 @@ def test_as_many_prompts_of_like_length_are_read_in_one_pass_as_fit() -> None:
     assert read_together([60, 8, 64, 400, 55], 512, 2048) == [0, 2, 4]
 
 
-def test_passes_count_for_the_nearest_size() -> None:
-    chunk_size = PrefillChunkSize()
-    for num_tokens, expected in ((20, 32), (40, 64), (60, 96)):
-        chunk_size.observe(num_tokens, num_tokens * 0.005 if num_tokens == 20 else num_tokens * 0.001)
-        assert chunk_size() == expected
