@@ -191,5 +191,3 @@ def test_as_many_prompts_of_like_length_are_read_in_one_pass_as_fit() -> None:
     assert read_together([60] * 16, 512, 2048) == list(range(8))
     assert read_together([60] * 16, 32, 2048) == [0]
     assert read_together([60, 8, 64, 400, 55], 512, 2048) == [0, 2, 4]
-
-
