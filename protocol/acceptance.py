@@ -267,14 +267,8 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
         uniforms: (…, k) draws in [0, 1).
 
     Returns: (…) int in [0, k], lazy; k means that a bonus token is due.
-    Raises: ProtocolError: the lengths differ.
     Source: Leviathan et al. 2023, arXiv 2211.17192, algorithm 1.
     """
-    if not target_probs.shape == draft_probs.shape == uniforms.shape:
-        raise ProtocolError(
-            f"a proposal needs two probabilities and a uniform number for each token, got shapes "
-            f"{target_probs.shape}, {draft_probs.shape} and {uniforms.shape}"
-        )
     # Multiply, don't divide: a token to which the target gives zero stays rejected even when u == 0.
     accepted = uniforms * draft_probs < target_probs
     return mx.cumprod(accepted.astype(mx.int32), axis=-1).sum(axis=-1)

@@ -135,18 +135,15 @@ def _write_distribution(probs: Distribution) -> list[Any]:
     if not isinstance(probs, Sparse):
         return [probs.size, None, _tensor(_array(probs, "f"))]
     tokens, values = _array(probs.tokens, "I"), _array(probs.values, "f")
-    if bytes(4) in values.tobytes():  # a filter has left few
-        left = [i for i, prob in enumerate(values) if prob > 0.0]
-        tokens, values = (array(each.typecode, map(each.__getitem__, left)) for each in (tokens, values))
+    left = [i for i, prob in enumerate(values) if prob > 0.0]  # few, if there is a filter
+    tokens, values = (array(each.typecode, map(each.__getitem__, left)) for each in (tokens, values))
     return [probs.size, _tensor(tokens), _tensor(values)]
 
 
 def _read_distribution(value: Any) -> Distribution:
     size, tokens, values = value
     given = array("f", bytes(values.data))
-    # The sign is in the last byte. A distribution is checked while the target waits: a loop would take longer.
-    is_negative = bool(given.tobytes()[3::4].translate(None, bytes(range(128))))
-    if values.dtype != "F32" or is_negative or not abs(sum(given) - 1.0) <= MAX_MISSING:
+    if values.dtype != "F32" or not abs(sum(given) - 1.0) <= MAX_MISSING or min(given) < 0.0:
         raise ValueError("the probabilities of a distribution are no such, or do not add up to 1")
     if tokens is None:
         return mx.array(cast(Any, memoryview(given)))

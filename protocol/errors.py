@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = (
-    False  # as `typing.TYPE_CHECKING`; `import runtime` needs this module, and importing `typing` takes a while
-)
-if TYPE_CHECKING:
-    from typing import Self
-
 
 class OutriderError(Exception):
     """Base of all of Outrider's exceptions."""
@@ -34,7 +28,7 @@ class PromptTooLongError(PromptError):
     """A prompt fills the target's context, so that no token can be generated."""
 
     @classmethod
-    def by(cls, num_tokens: int, most: int, bound: str) -> Self:
+    def by(cls, num_tokens: int, most: int, bound: str) -> PromptTooLongError:
         """The error for a prompt of more than `most` tokens, in words by which clients know that a context is full.
 
         Args:

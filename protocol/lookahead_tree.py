@@ -43,22 +43,20 @@ class Guess:
         return drafter_of_kind(self.copy_kind)
 
 
+@attrs.define(eq=False, repr=False)
 class Node:
     """A token of the tree. The token and the distribution that it was drawn from never change."""
 
-    __slots__ = ("alive", "children", "copy", "guess", "is_expanded", "parent", "position", "reach", "token", "trail")
-
-    def __init__(self, token: int, position: int, trail: int, parent: Node | None) -> None:
-        self.token = token
-        self.position = position  # absolute position of the token in the text
-        self.trail = trail  # a hash of the text up to and including this token; see `protocol.randomness.further`
-        self.parent = parent
-        self.guess: Guess | None = None  # the drafter's; None if only copied, and at a root that was not drafted
-        self.copy: Guess | None = None  # the guess of the copy; None if the token was not copied
-        self.children: dict[int, Node] = {}  # by token
-        self.is_expanded = False  # whether the draft model has been run on it
-        self.reach = 1.0  # modelled probability, in [0, 1], that the committed text passes through here
-        self.alive = True  # False once a verdict has dropped it
+    token: int
+    position: int  # absolute position of the token in the text
+    trail: int  # a hash of the text up to and including this token; see `protocol.randomness.further`
+    parent: Node | None
+    guess: Guess | None = None  # the drafter's; None if only copied, and at a root that was not drafted
+    copy: Guess | None = None  # the guess of the copy; None if the token was not copied
+    children: dict[int, Node] = attrs.field(factory=dict)  # by token
+    is_expanded: bool = False  # whether the draft model has been run on it
+    reach: float = 1.0  # modelled probability, in [0, 1], that the committed text passes through here
+    alive: bool = True  # False once a verdict has dropped it
 
     def __repr__(self) -> str:
         return f"Node(token={self.token}, position={self.position}, reach={self.reach:.3g})"

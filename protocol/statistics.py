@@ -270,7 +270,7 @@ class Counts(ShownCounts):
             peak_memory=peak_memory,
             estimates=estimates,
         )
-        return attrs.evolve(statistics, advice=advise(statistics, lookahead))
+        return attrs.evolve(statistics, advice=tuple(advise(statistics, lookahead)))
 
 
 def _share(part: int, whole: int) -> float | None:
@@ -284,17 +284,13 @@ def _ratio(part: float, whole: float) -> float:
 # --- advice ---------------------------------------------------------------------------------------
 
 
-def advise(statistics: Statistics, lookahead: int | Literal["auto"] | None) -> tuple[str, ...]:
+def advise(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[str]:
     """Sentences on what would be faster, most important first; none if nothing stands out, or nothing is known yet.
 
     `lookahead` is the setting: 0 if nothing is drafted, None for several streams with different settings.
     """
-    if lookahead == 0 or statistics.rounds < MIN_ROUNDS:
-        return ()
-    return tuple(_advice(statistics, lookahead))
-
-
-def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[str]:
+    if lookahead == 0 or s.rounds < MIN_ROUNDS:
+        return
     draft_s, decode_s = s.estimates.draft_seconds, s.estimates.verify_seconds
     if s.draft_failures:
         yield "the drafter failed, and the rest was decoded without it; the warnings of the logger 'outrider' say why"

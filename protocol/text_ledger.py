@@ -35,9 +35,6 @@ class TextLedger:
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
 
-    def __len__(self) -> int:
-        return len(self._texts)
-
     def open(self, sequence: int) -> None:
         """Begin an empty text."""
         self._texts[sequence] = _Text()

@@ -88,12 +88,6 @@ def check_number(
         raise must_be(name, _or_none(_number_bounds(low, high, above), or_none), value, remedy)
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Check a bool. Raises: SettingsError: it is none."""
-    if not isinstance(value, bool):
-        raise must_be(name, "True or False", value)
-
-
 @attrs.frozen
 class Check:
     """A validator of an attrs field: a check with its `bounds`, by which servers describe fields, and options."""
@@ -111,7 +105,14 @@ def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
     return Check(check, bounds, options)
 
 
-integer, number, flag = partial(validator, check_integer), partial(validator, check_number), validator(check_flag)
+integer, number = partial(validator, check_integer), partial(validator, check_number)
+
+
+@validator
+def flag(name: str, value: Any) -> None:
+    """A validator of a field that is a bool."""
+    if not isinstance(value, bool):
+        raise must_be(name, "True or False", value)
 
 
 def one_of(*allowed: object, spelled: str | None = None) -> Any:

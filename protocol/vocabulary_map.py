@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from protocol.errors import ProtocolError
-
 # Gives the tokens that a tokenizer makes of each text by itself.
 Tokenize = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
@@ -53,14 +51,6 @@ class VocabularyMap:
     num_tokens: int  # how many tokens the target has
     # For tokens of the draft model that the target lacks, the shared token of the target that their text begins with.
     beginnings: Mapping[int, int] = attrs.Factory(dict)
-
-    def __attrs_post_init__(self) -> None:
-        if not all(self.readings):
-            raise ProtocolError("every token must be read as at least one token")
-        if len(set(self.shared.values())) < len(self.shared):
-            raise ProtocolError("two tokens of the target have the same token of the draft model")
-        if not set(self.beginnings.values()) <= self.shared.keys():
-            raise ProtocolError("a text begins with a token that the draft model cannot propose")
 
     def read(self, token: int, *, is_first: bool) -> tuple[int, ...]:
         """The draft model's tokens for a token of the target; `is_first` if the text begins with it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import scipy
+from distributions import SIGNIFICANCE, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
@@ -23,7 +25,6 @@ from protocol.acceptance import (
     Judgement,
     ProposedRows,
     count_accepted,
-    count_matches,
     distribution,
     draw,
     judge,
@@ -33,8 +34,6 @@ from protocol.acceptance import (
 )
 from protocol.errors import ProtocolError
 from protocol.randomness import Purpose, key_for, keys_for
-
-SMALLEST_P_VALUE = 1e-4
 
 
 def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
@@ -98,12 +97,7 @@ def logits_of(probs: list[float] | np.ndarray) -> mx.array:
 
 def assert_drawn_from(tokens: list[int] | np.ndarray, probs: list[float] | np.ndarray) -> None:
     """Assert, by a chi-square test, that tokens come from a distribution."""
-    expected = np.asarray(probs, dtype=np.float64)
-    observed = np.bincount(np.asarray(tokens), minlength=len(expected))
-    assert not observed[expected == 0].any(), "drawn although it has no probability"
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    test = scipy.stats.chisquare(observed, expected / expected.sum() * observed.sum())
-    assert test.pvalue > SMALLEST_P_VALUE, (observed / observed.sum(), expected)
+    assert p_value(Counter(np.asarray(tokens).tolist()), dict(enumerate(probs))) > SIGNIFICANCE
 
 
 # --- rejection, exactly ---------------------------------------------------------------------------
@@ -160,12 +154,6 @@ def test_an_impossible_token_is_rejected_an_equally_likely_one_accepted():
     assert count_accepted(mx.array([0.0]), mx.array([0.5]), mx.array([0.0])).item() == 0
     largest = float(np.nextafter(np.float32(1), np.float32(0)))
     assert count_accepted(mx.array([0.3]), mx.array([0.3]), mx.array([largest])).item() == 1
-
-
-@sweep("lengths", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 1, 1), (3, 2, 1)])
-def test_lengths_that_differ_are_an_error(lengths):
-    with pytest.raises(ProtocolError, match="two probabilities and a uniform number for each token"):
-        count_accepted(*(mx.ones((n,)) for n in lengths))
 
 
 # --- draws ----------------------------------------------------------------------------------------
@@ -319,7 +307,7 @@ def test_a_token_drawn_from_nothing_is_rejected_those_before_are_judged(nothing)
 
 # --- the power of these tests ---------------------------------------------------------------------
 
-# With so many draws, the chi-square test sees a bias of 5 %: its noncentrality is 50, and `SMALLEST_P_VALUE` is the
+# With so many draws, the chi-square test sees a bias of 5 %: its noncentrality is 50, and `SIGNIFICANCE` is the
 # p-value of a statistic of 21 at three degrees of freedom.
 NUM_DRAWS = 30_000
 PROBS = [0.40, 0.05, 0.25, 0.00, 0.30]
@@ -386,16 +374,8 @@ def test_a_greedy_proposal_stands_as_far_as_it_is_the_targets_argmax(length, num
         logits = mx.array(np.eye(3)[list(chosen)], dtype=mx.float32)
         for drafted in itertools.product(range(3), repeat=length):
             agreed = next((i for i in range(length) if drafted[i] != chosen[i]), length)
-            assert count_matches(list(chosen), drafted) == agreed
             judgement = judge_by_match(logits, drafted)
             assert judgement == Judgement(agreed, chosen[agreed] if agreed < len(chosen) else None)
-
-
-def test_greedy_choices_are_the_same_for_every_seed_and_position():
-    logits = mx.random.normal((7, 12), key=mx.random.key(3))
-    expected = np.array(logits).argmax(axis=1).tolist()
-    for seed, start in itertools.product((0, 9, 2**64 - 1), (0, 5, 1000)):
-        assert choices(logits, 0, seed, start, 12).tolist() == expected
 
 
 # --- match above temperature 0 --------------------------------------------------------------------
@@ -449,7 +429,7 @@ def test_coupled_choices_agree_at_least_as_often_as_the_bound_says(closeness):
         for probs in (p, q)
     )
     agreed = int((theirs == ours).sum())
-    assert scipy.stats.binomtest(agreed, 3000, bound, alternative="less").pvalue > SMALLEST_P_VALUE
+    assert scipy.stats.binomtest(agreed, 3000, bound, alternative="less").pvalue > SIGNIFICANCE
 
 
 @sweep("rule", ["match", "rejection"])

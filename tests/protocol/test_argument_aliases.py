@@ -17,7 +17,7 @@ from models import llama
 from sweeps import sweep
 
 import runtime
-from protocol.argument_aliases import ALIASES, NOTES, meant
+from protocol.argument_aliases import ALIASES, NOTES
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings, settings_from
@@ -178,10 +178,3 @@ def test_a_server_says_of_just_those_settings_that_requests_set_them() -> None:
     hints = {name: hint_for(flag(name), ["--port"], by_request=True) or "" for name in SETTINGS}
     said = {name for name, hint in hints.items() if hint.startswith("each request sets this")}
     assert said == SETTINGS & set(CompletionRequest.model_fields)
-
-
-def test_a_similar_spelling_is_suggested_where_there_is_no_alias() -> None:
-    assert meant("temprature", ["temperature", "seed"]) == "temperature"
-    assert meant("temp", ["seed"]) is None
-    # An alias comes before a name with a similar spelling.
-    assert meant("temp", ["stop", "temperature"]) == "temperature"

@@ -63,11 +63,6 @@ def test_a_change_is_followed_within_a_few_dozen_observations(before, after):
     assert abs(calibration.mean_acceptance - after) < 0.35 * abs(after - before)
 
 
-def test_before_anything_was_seen_the_drafter_is_believed():
-    for raw in (0.1, 0.5, 0.9):
-        assert Calibration()(None, raw) == pytest.approx(raw, abs=0.02)
-
-
 def test_drafts_and_kinds_of_copies_are_told_apart():
     calibration = Calibration()
     taught(calibration, lambda raw: 0.95, 200)
@@ -131,14 +126,6 @@ def test_hope_is_no_better_than_what_is_known_of_a_good_drafter():
     taught(calibration, lambda raw: 1.0, 200)
     calibration.begin_text()
     assert 0.8 < calibration.mean_acceptance <= 1.0
-
-
-def test_a_text_that_begins_before_anything_was_seen_changes_nothing():
-    calibration = Calibration()
-    mean = calibration.mean_acceptance
-    calibration.begin_text()
-    calibration.begin_text()
-    assert calibration.mean_acceptance == mean
 
 
 def test_a_choice_of_which_nothing_is_known_counts_as_what_is_expected_of_it():

@@ -8,28 +8,23 @@ import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from measured_prices import prices_of
 from sweeps import sweep
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
-from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy, DraftBudget, Policy, PolicyView, StepWorth
+from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy, DraftBudget, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=80)
 
-STEP, VERIFY = 1.0, 8.0
 
-
-def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.05, rate: float = 0.3) -> Prices:
-    """Prices of a drafter's step and a target's pass, from many measurements."""
-    prices = Prices()
-    for width in (1, 2, 3, 1, 4) * 3:
-        prices.draft_alone.observe(width, 0.0, step)
-        for overlap in (0.0, step, 3 * step):
-            prices.verify.observe(width, overlap, VERIFY * (1 + slope * (width - 1)) + contention * overlap)
-        prices.observe_round(round(rate * 100), 100.0)
+def priced(*, rate: float = 0.3, **measured: float) -> Prices:
+    """Prices with a rate of speculative decoding."""
+    prices = prices_of(base=8.0, **{"slope": 0.05, "step": 1.0, **measured})
+    prices.observe_round(round(rate * 100), 100.0)
     return prices
 
 
@@ -50,17 +45,13 @@ def goes_on(policy: Policy, tree: LookaheadTree, choice: Node, **changes: Any) -
 # --- contents -------------------------------------------------------------------------------------
 
 
-def test_with_an_empty_budget_the_drafter_asks_after_each_step():
-    assert EMPTY_BUDGET.after(Guess(1, 1.0, raw=1.0), 0.0) is None
-    assert not EMPTY_BUDGET.foresees_another(0.0)
-
-
 @sweep("steps", range(5))
 def test_a_budget_allows_as_many_steps_as_it_says(steps):
     draft_budget: DraftBudget | None = DraftBudget(steps)
     for _ in range(steps):
         assert draft_budget.foresees_another(0.0)
         draft_budget = draft_budget.after(Guess(1, 0.0, raw=0.0), 0.0)
+    assert not draft_budget.foresees_another(0.0)
     assert draft_budget.after(Guess(1, 1.0, raw=1.0), 0.0) is None
 
 
@@ -68,18 +59,8 @@ def believed(**changes: Any) -> DraftBudget:
     return attrs.evolve(DraftBudget(5, calibrate=lambda copy_kind, raw, staleness: raw, mean_acceptance=0.5), **changes)
 
 
-def after(draft_budget: DraftBudget, raw: float, now: float = 0.0) -> DraftBudget | None:
-    return draft_budget.after(Guess(1, 0.0, raw=raw), now)
-
-
-def test_reach_falls_along_it_until_it_is_too_little():
-    draft_budget = believed(min_reaches=(0.4,))
-    draft_budget = after(draft_budget, 0.9)
-    assert draft_budget.reach == pytest.approx(0.9)
-    draft_budget = after(draft_budget, 0.6)
-    assert draft_budget.reach == pytest.approx(0.54)
-    assert after(draft_budget, 0.7) is None
-    assert after(draft_budget, 0.8) is not None
+def after(draft_budget: DraftBudget, raw: float) -> DraftBudget | None:
+    return draft_budget.after(Guess(1, 0.0, raw=raw), 0.0)
 
 
 def test_each_step_has_its_own_least_reach():
@@ -89,21 +70,6 @@ def test_each_step_has_its_own_least_reach():
     draft_budget = after(draft_budget, 0.3)
     assert after(draft_budget, 0.8) is None
     assert after(draft_budget, 0.9) is not None
-
-
-def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
-    step_worth = StepWorth(step_s=1.0, saved_step_s=1.0, target_delay_s=0.0, verdict_due_s=100.0)
-    assert after(believed(step_worth=step_worth, best_other_reach=0.6), 0.5) is None
-    assert after(believed(step_worth=step_worth, best_other_reach=0.4), 0.5) is not None
-    # While the target waits, only the chain counts.
-    assert after(believed(best_other_reach=0.6), 0.5) is not None
-
-
-def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
-    draft_budget = believed(step_worth=StepWorth(step_s=1.0, saved_step_s=1.0, target_delay_s=0.0, verdict_due_s=10.0))
-    assert after(draft_budget, 0.3, now=9.0) is not None
-    assert after(draft_budget, 0.3, now=9.9) is None
-    assert after(draft_budget, 0.7, now=9.9) is not None
 
 
 def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after():
@@ -144,9 +110,9 @@ STEPS = st.lists(CONFIDENCES, min_size=1, max_size=8)
 POLICIES = st.builds(
     auto,
     st.builds(
-        prices_of,
-        st.sampled_from([0.1, 0.5, 1.0, 3.0]),
-        contention=st.sampled_from([0.0, 0.3, 1.0]),
+        priced,
+        step=st.sampled_from([0.1, 0.5, 1.0, 3.0]),
+        delay=st.sampled_from([0.0, 0.3, 1.0]),
         slope=st.sampled_from([0.0, 0.06, 0.5]),
         rate=st.sampled_from([0.05, 0.2, 0.5]),
     ),
@@ -203,7 +169,7 @@ def test_where_something_was_copied_the_drafter_asks(due):
     # The best token after it may be a copied one, not the drafter's choice.
     tree = LookaheadTree(ROOT, POSITION)
     tree.copy([Guess(1, 0.9, raw=0.9, copy_kind=0, worth=9.0)])
-    policy = auto(prices_of())
+    policy = auto(priced())
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root) is EMPTY_BUDGET
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), at(tree, 1)).max_steps > 0
     tree.copy([Guess(1, 0.3, raw=0.3, copy_kind=0)])
@@ -213,7 +179,7 @@ def test_where_something_was_copied_the_drafter_asks(due):
 @pytest.mark.parametrize("due", [None, 9.0])
 def test_a_budget_refers_to_nothing_that_the_other_thread_changes(due):
     tree = LookaheadTree(ROOT, POSITION)
-    policy = auto(prices_of())
+    policy = auto(priced())
     draft_budget = policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root)
     values = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
     assert not any(isinstance(value, (Node, LookaheadTree, PolicyView, Prices, AutoPolicy)) for value in values)

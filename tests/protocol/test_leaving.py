@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from trees import POSITION, ROOT
+from trees import POSITION, ROOT, drafted_tree
 
 import protocol
 from protocol.lookahead_tree import Guess, LookaheadTree, withdrawal
@@ -20,24 +20,15 @@ def drawn(token: int) -> Guess:
     return Guess(token, 0.5, mx.array([0.5, 0.5]))
 
 
-def tree_of(*guesses: Guess) -> LookaheadTree:
-    """A tree with a chain of guesses."""
-    tree = LookaheadTree(ROOT, POSITION)
-    node = tree.root
-    for guess in guesses:
-        node = tree.expand(node, guess)
-    return tree
-
-
 @pytest.mark.parametrize(
     "guesses", [(), (Guess(1, 0.5), Guess(2, 0.5)), (Guess(1, 0.5, copy_kind=0),)], ids=["nothing", "match", "text"]
 )
 def test_a_drafter_that_has_drawn_nothing_may_leave(guesses: tuple[Guess, ...]) -> None:
-    assert withdrawal(SESSION, tree_of(*guesses)) == Withdraw(SESSION)
+    assert withdrawal(SESSION, drafted_tree(*guesses)) == Withdraw(SESSION)
 
 
 def test_a_drafter_leaves_once_verdicts_have_dropped_what_it_has_drawn() -> None:
-    tree = tree_of(drawn(1), drawn(2))
+    tree = drafted_tree(drawn(1), drawn(2))
     for token in (1, 2):
         assert withdrawal(SESSION, tree) is None
         tree.advance([token])
@@ -56,7 +47,7 @@ def test_a_drafter_stays_for_what_it_has_drawn_after_a_copy() -> None:
 
 
 def test_a_drafter_that_leaves_for_another_reason_leaves_at_once() -> None:
-    assert withdrawal(SESSION, tree_of(drawn(1)), at_once=True) == Withdraw(SESSION)
+    assert withdrawal(SESSION, drafted_tree(drawn(1)), at_once=True) == Withdraw(SESSION)
 
 
 def test_no_other_code_makes_a_withdrawal() -> None:

@@ -10,49 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_prices import prices_of
 from sweeps import sweep
-from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
+from trees import chain_of, tree_of, view_of
 
 from protocol.auto_policy import MIN_REACH, AutoPolicy, policy_for
 from protocol.lookahead_policy import ChainPolicy
-from protocol.lookahead_tree import Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=60)
-
-
-# What was drafted, and what was copied.
-FORKED = (
-    ((1, 0.9), (2, 0.5), (3, 0.4)),
-    ((5, 0.1), (6, 0.8)),
-)
-
-
-def stuck(_: Node) -> bool:
-    return False
-
-
-# --- nodes that can be expanded -------------------------------------------------------------------
-
-
-def test_the_end_of_the_chain_is_what_lengthens_the_proposal():
-    tree = tree_of(*FORKED)
-    assert view_of(tree).growable() is at(tree, 1, 2, 3)
-    assert view_of(LookaheadTree(ROOT, POSITION)).growable() is not None
-
-
-@pytest.mark.parametrize("changes", [{"max_proposal": 3}, {"max_depth": 3}, {"can_expand": stuck}])
-def test_a_proposal_that_may_not_be_longer_is_not_lengthened(changes):
-    assert view_of(tree_of(*FORKED), **changes).growable() is None
-
-
-def test_a_node_is_open_until_expanded_or_too_deep():
-    tree = tree_of(*FORKED)
-    view = view_of(tree, max_depth=2)
-    assert view.is_open(at(tree, 1)) is False
-    assert view.is_open(at(tree, 5, 6)) is False
-    assert view_of(tree, max_depth=3).is_open(at(tree, 5, 6)) is True
-    assert view_of(tree, can_expand=stuck).is_open(at(tree, 5, 6)) is False
 
 
 # --- a fixed lookahead ----------------------------------------------------------------------------
@@ -107,16 +74,6 @@ def test_while_a_verdict_is_due_the_next_proposal_is_drafted(policy):
     assert len(following) == policy.lookahead
 
 
-def test_a_fixed_lookahead_never_rests():
-    for most in (0, 3):
-        policy = ChainPolicy(most)
-        assert (policy.should_rest(), policy.should_rest_on(9, 1), policy.should_catch_up(9, 9)) == (
-            False,
-            False,
-            False,
-        )
-
-
 guesses = st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1)), max_size=12)
 
 
@@ -135,18 +92,6 @@ def test_decisions_over_a_chain_depend_on_its_depth_alone(policy, one, other, li
 
 
 # --- the rules over measured prices ---------------------------------------------------------------
-
-
-def prices_of(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: float = 0.0) -> Prices:
-    """Prices that were measured on a machine without noise."""
-    prices, at = Prices(), 0.0
-    for i in range(70):
-        width, overlap = 1 + i % 5, base * (i % 7) / 7
-        prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
-        prices.observe_draft_step(1, at, at + step, beside_target=False)
-        prices.plain_decode_s.observe(base)
-        at += step
-    return prices
 
 
 def auto(prices: Prices) -> AutoPolicy:

@@ -20,12 +20,6 @@ from protocol.randomness import further
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
 
-# What was drafted, and what was copied.
-FORKED = (
-    ((1, 0.9), (2, 0.5), (3, 0.4)),
-    ((5, 0.1), (6, 0.8)),
-)
-
 # --- copies ---------------------------------------------------------------------------------------
 
 
@@ -56,12 +50,6 @@ def trail_of(tokens: list[int]) -> int:
     for token in tokens:
         trail = further(trail, token)
     return trail
-
-
-def test_a_trail_is_that_of_the_text_from_the_first_root_on():
-    tree = tree_of(*FORKED)
-    assert tree.root.trail == trail_of([ROOT])
-    assert at(tree, 1, 2, 3).trail == trail_of([ROOT, 1, 2, 3])
 
 
 @given(

@@ -15,23 +15,6 @@ PROPOSAL = Proposal(session=1, round=0, start=2, tokens=(7, 8))
 VERDICT = Verdict(session=1, round=0, start=2, num_accepted=1, token=9)
 EVERY_MESSAGE = [OPEN, PROPOSAL, VERDICT, Withdraw(1), Close(1)]
 
-every_message = sweep("message", EVERY_MESSAGE)
-
-
-@every_message
-def test_a_message_cannot_be_changed(message):
-    for field in attrs.fields(type(message)):
-        with pytest.raises(attrs.exceptions.FrozenInstanceError):
-            setattr(message, field.name, getattr(message, field.name))
-
-
-@every_message
-def test_a_message_names_its_session_and_equals_its_copy(message):
-    assert message.session == 1
-    assert attrs.evolve(message) == message
-    assert hash(attrs.evolve(message)) == hash(message)
-    assert attrs.evolve(message, session=2) != message
-
 
 @sweep(
     ("message", "name", "least", "wrong"),

@@ -38,23 +38,31 @@ def sizes(seconds_of: Callable[[int], float], num_passes: int, *, is_expected: b
     return passes
 
 
-def test_sizes_grow_while_cheap_after_a_wider_first_step() -> None:
-    # Half a millisecond per token at every size: 384 of them fit into a fifth of a second.
-    assert sizes(lambda n: 0.0005 * n, 5) == [16, 192, 256, 384, 384]
-    # Above 64 tokens, a token costs more.
-    assert sizes(lambda n: n * (0.0005 if n <= 64 else 0.0010), 9) == [16, 192, 24, 32, 48, 64, 96, 64, 64]
+@sweep(
+    ("seconds_of", "is_expected", "passes"),
+    [
+        # Half a millisecond per token at every size: 384 of them fit into a fifth of a second. The first step is wider.
+        (lambda n: 0.0005 * n, False, [16, 192, 256, 384, 384]),
+        # Above 64 tokens, a token costs more.
+        (lambda n: n * (0.0005 if n <= 64 else 0.0010), False, [16, 192, 24, 32, 48, 64, 96, 64, 64]),
+        (lambda n: 0.005 + n * (0.0005 if n <= 64 else 0.0010), True, [64, 128, 96, 64, 64, 64]),
+        # No size is tried that would not fit if each token cost the same, though the first takes 0.05 s more.
+        (lambda n: 0.05 + 0.002 * n, False, [16, 24, 32, 48, 64, 64, 64, 64]),
+        (lambda n: 0.0063 * n, False, [16, 24, 24, 24, 24]),
+        (lambda n: 0.0090 * n, False, [MIN_CHUNK_TOKENS] * 5),
+        (lambda n: 0.0500 * n, False, [MIN_CHUNK_TOKENS] * 5),  # too slow for any size
+        # A fast device reads the most at once.
+        (lambda n: 0.01 + n * 1e-5, False, [16, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, MAX_CHUNK_TOKENS]),
+    ],
+)
+def test_sizes_grow_while_they_are_cheap_and_fit(seconds_of, is_expected, passes) -> None:
+    assert sizes(seconds_of, len(passes), is_expected=is_expected) == passes
 
 
 def test_the_first_size_follows_the_expected_price_of_a_pass() -> None:
     assert PrefillChunkSize(lambda tokens: tokens * 0.002)() == 48
     assert PrefillChunkSize(lambda tokens: tokens * 0.05)() == MIN_CHUNK_TOKENS
     assert PrefillChunkSize(lambda tokens: tokens * 1e-6)() == PRIOR_TOKENS
-
-
-def test_an_expected_price_leads_to_no_size_above_those_that_are_cheap() -> None:
-    # Above 64 tokens, a token costs twice as much.
-    passes = sizes(lambda n: 0.005 + n * (0.0005 if n <= 64 else 0.0010), 6, is_expected=True)
-    assert passes == [64, 128, 96, 64, 64, 64]
 
 
 def test_a_pass_may_take_as_long_as_four_of_one_token() -> None:
@@ -66,14 +74,6 @@ def test_a_pass_may_take_as_long_as_four_of_one_token() -> None:
         found[token_s] = chunk_size()
     # 128 tokens would be cheaper, but take too long in any case.
     assert found == {0.05: 16, 0.15: 64}
-
-
-def test_no_size_is_tried_that_would_not_fit_if_each_token_cost_the_same() -> None:
-    # Of a pass of one token, 0.05 s are for reading the weights.
-    passes = sizes(lambda n: 0.05 + 0.002 * n, 8)
-    assert passes == [16, 24, 32, 48, 64, 64, 64, 64]
-    assert sizes(lambda n: 0.0063 * n, 5) == [16, 24, 24, 24, 24]
-    assert sizes(lambda n: 0.0090 * n, 5) == [16, 16, 16, 16, 16]
 
 
 def test_a_pass_that_waits_for_another_one_says_nothing_of_a_size() -> None:
@@ -104,21 +104,6 @@ def test_no_pass_is_made_for_a_small_rest() -> None:
     # 22 would take too long.
     chunk_size.observe(16, 16 * 0.02)
     assert chunk_size.of(22) == 16
-
-
-@sweep(
-    ("seconds_of", "num_passes", "last"),
-    [
-        (lambda n: 0.01 + n * 1e-5, 12, MAX_CHUNK_TOKENS),  # a fast device reads the most at once
-        (lambda n: 0.01 * n, 20, MIN_CHUNK_TOKENS),  # a slow one no more than fits
-        (lambda n: 0.05 * n, 10, MIN_CHUNK_TOKENS),  # one that is too slow for any size makes the shortest passes
-        (lambda n: n * (0.0001 if n <= 64 else 0.0002), 10, 64),  # as measured on a CPU: larger ones buy nothing
-    ],
-)
-def test_sizes_become_as_large_as_is_cheap_and_fits(seconds_of, num_passes, last) -> None:
-    passes = sizes(seconds_of, num_passes)
-    assert passes[-1] == last
-    assert last < MAX_CHUNK_TOKENS or sorted(passes) == passes
 
 
 def test_a_size_that_was_slow_once_is_tried_again() -> None:
@@ -206,10 +191,3 @@ def test_as_many_prompts_of_like_length_are_read_in_one_pass_as_fit() -> None:
     assert read_together([60] * 16, 512, 2048) == list(range(8))
     assert read_together([60] * 16, 32, 2048) == [0]
     assert read_together([60, 8, 64, 400, 55], 512, 2048) == [0, 2, 4]
-
-
-def test_passes_count_for_the_nearest_size() -> None:
-    chunk_size = PrefillChunkSize()
-    for num_tokens, expected in ((20, 32), (40, 64), (60, 96)):
-        chunk_size.observe(num_tokens, num_tokens * 0.005 if num_tokens == 20 else num_tokens * 0.001)
-        assert chunk_size() == expected

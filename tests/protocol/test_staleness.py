@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from scenario import Scenario
-from scripted import agreeing, ids, next_token, priced, simulated, spike, truthful
+from scripted import ids, next_token, priced, simulated, spike, truthful
 from simulation import run_simulation
-from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
-from trees import POSITION, ROOT, tree_of
+from trees import drafted_tree, tree_of
 
 from protocol.calibration import Calibration
-from protocol.lookahead_tree import Guess, LookaheadTree
+from protocol.lookahead_tree import Guess
 from protocol.statistics import Statistics
 from protocol.trace import Span
 
@@ -59,17 +58,8 @@ def test_a_snapshot_stays_as_it_was():
 # --- the tree -------------------------------------------------------------------------------------
 
 
-def stale_chain(*guesses: tuple[float, int]) -> LookaheadTree:
-    """A chain of (confidence, staleness)."""
-    tree = LookaheadTree(ROOT, POSITION)
-    node = tree.root
-    for token, (confidence, staleness) in enumerate(guesses):
-        node = tree.expand(node, Guess(token, confidence, raw=confidence, staleness=staleness))
-    return tree
-
-
 def test_what_was_drafted_ahead_becomes_stale_once_the_target_has_committed_what_came_before():
-    tree = stale_chain(*((0.9, staleness) for staleness in range(5)))
+    tree = drafted_tree(*(Guess(token, 0.9, staleness=token) for token in range(5)))
     assert [tree.is_stale(node) for node in tree.chain()] == [False] * 5
     tree.advance([0, 1])
     assert [tree.is_stale(node) for node in tree.chain()] == [True] * 3
@@ -104,12 +94,6 @@ def test_staleness_costs_acceptance_and_speed():
     assert speeds[0] > 1.2 * speeds[1]
 
 
-def test_a_draft_model_is_always_fresh():
-    statistics = run_simulation(Scenario(0.85, 0.1), num_tokens=40).statistics
-    assert statistics.stale_acceptance is None
-    assert statistics.fresh_acceptance == statistics.acceptance_rate
-
-
 # --- in a trace -----------------------------------------------------------------------------------
 
 
@@ -136,19 +120,5 @@ async def test_a_trained_drafter_drafts_inside_the_targets_passes(lookahead: Any
     inside = [d for d in drafts if any(v.began <= d.began and d.ended <= v.ended for v in verifies)]
     assert len(inside) > 10
     assert statistics.lookahead_hits > 0
+    assert statistics.rejected > 0 or lookahead == 2
     assert statistics.draft_failures == 0
-
-
-@sweep("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-async def test_a_trained_drafter_that_is_wrong_at_times_changes_no_text(seed: int, autojump_clock: Any) -> None:
-    wrong = agreeing(0.6)
-
-    def script(history: Any, staleness: int) -> Any:
-        return (wrong if staleness > 1 else truthful)(history)
-
-    async with simulated(RecordingTarget(truthful), TrainedDraft(script), schedule=seed) as simulation:
-        completion = await simulation.runtime.generate([5, 6, 7], max_tokens=80)
-        text = ids(completion.tokens)
-    assert text == [next_token([5, 6, 7, *text[:i]]) for i in range(80)]
-    assert completion.statistics.draft_failures == 0
-    assert completion.statistics.rejected > 0

@@ -10,7 +10,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedModel, agreeing, collect, simulated, truthful
+from scripted import ScriptedModel, agreeing, simulated, truthful
 from sweeps import sweep
 
 from protocol.prices import Estimates
@@ -229,20 +229,10 @@ def test_passes_of_all_streams_are_counted_once_and_their_rows_for_each(passes):
 
 
 def test_waits_are_added_and_the_longest_is_kept():
-    counts, other = Counts(), Counts()
+    counts = Counts()
     for seconds in (0.25, 0.5, -1e-9):
         counts.wait(seconds)
-    other.wait(0.75)
     assert (counts.wait_seconds, counts.longest_wait_seconds) == (0.75, 0.5)
-    counts.add(other)
-    assert (counts.wait_seconds, counts.longest_wait_seconds) == (1.5, 0.75)
-
-
-@pytest.mark.parametrize(("num_rows", "is_said"), [(1, False), (3, True)])
-def test_passes_are_named_where_streams_shared_them(num_rows, is_said):
-    counts = Counts()
-    counts.take_part(num_rows, is_first=True)
-    assert (f"{num_rows}.0 streams a pass" in repr(snapshot(counts))) is is_said
 
 
 @sweep("elapsed", [0.0, 4.0])
@@ -269,12 +259,6 @@ def test_every_figure_is_in_the_docstring():
 
 def simulated_pair() -> Any:
     return simulated(ScriptedModel(truthful), ScriptedModel(truthful))
-
-
-async def test_tokens_that_come_in_one_round_have_no_speed(autojump_clock: Any) -> None:
-    async with simulated_pair() as simulation:
-        at_once = (await simulation.runtime.generate([1, 2], max_tokens=2, lookahead=4)).statistics
-        assert (at_once.generated_tokens, at_once.rounds, at_once.generation_tps) == (2, 1, None)
 
 
 async def test_the_first_rounds_tokens_are_no_part_of_the_speed(autojump_clock: Any) -> None:
@@ -321,27 +305,3 @@ async def test_a_pass_whose_stream_was_closed_meanwhile_is_counted_for_the_runti
         await trio.sleep(100)
         num_passes = sum(span.kind in ("verify", "decode") for span in simulation.spans("target"))
         assert simulation.runtime.statistics().passes == num_passes > stream.statistics().rounds
-
-
-async def test_a_stream_that_is_over_is_not_counted_any_more_from_that_moment_on(autojump_clock: Any) -> None:
-    async with simulated_pair() as simulation:
-        rt = simulation.runtime
-        stream = rt.stream([1], max_tokens=5)
-        assert rt.num_streams == 1
-        await collect(stream)
-        assert rt.num_streams == 0
-        stream = rt.stream([1], max_tokens=50)
-        await anext(stream)
-        assert rt.num_streams == 1
-        await stream.aclose()
-        assert rt.num_streams == 0
-
-
-async def test_a_stream_that_gives_up_waiting_waits_no_more_from_that_moment_on(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), max_streams=1) as simulation:
-        rt = simulation.runtime
-        streams = [rt.stream([1]), rt.stream([2])]
-        assert (rt.num_streams, rt.num_waiting) == (1, 1)
-        with pytest.warns(ResourceWarning, match="dropped unread"):
-            del streams[1]
-        assert (rt.num_streams, rt.num_waiting) == (1, 0)

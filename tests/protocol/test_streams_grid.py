@@ -17,7 +17,6 @@ import pytest
 from device_tables import FILES, tables, with_more_rows
 from scenario import Scenario
 from simulation import simulate_streams
-from sweeps import sweep
 
 from protocol.open_options import MAX_BATCH
 
@@ -97,14 +96,6 @@ def cells(device: str) -> Iterator[Cell]:
 MIN_RATIO = 0.8
 MIN_MEAN_RATIO = 0.99
 
-# Cells that differ in everything, for every run of the tests.
-SAMPLE = [Cell("cpu_fp32_rows", 2, 0.0, 0.2), Cell("m4_pro_4bit", 4, 0.95, 0.2)]
-
-
-@sweep("cell", SAMPLE)
-def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns_in_a_sample(cell):
-    assert min(cell.over_plain, cell.over_turns) >= MIN_RATIO
-
 
 def test_several_streams_speculate_together_where_a_plateau_makes_it_free():
     assert Cell("m3_ultra_fp16", 8, 0.8, 0.05).over_plain >= 2.0
@@ -125,11 +116,6 @@ def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns(device):
 # Least speed over that of the best fixed lookahead, and least geometric mean of it over the cells of a device.
 MIN_OVER_FIXED = 0.88
 MIN_MEAN_OVER_FIXED = 0.92
-
-
-@sweep("cell", [Cell("cpu_fp32_rows", 4, 0.5, 0.05), Cell("m3_ultra_fp16", 8, 0.8, 0.2)])
-def test_several_streams_are_nearly_as_fast_as_with_the_best_fixed_lookahead_in_a_sample(cell):
-    assert over_fixed(cell) >= MIN_OVER_FIXED
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from measured_prices import prices_of
 from scenario import Scenario
 from simulation import SimulatedStreams, simulate_streams
 from trees import chain_of, view_of
@@ -10,7 +11,6 @@ from trees import chain_of, view_of
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.lookahead_policy import EMPTY_BUDGET, PolicyView
-from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
 
 # --- estimated times ------------------------------------------------------------------------------
@@ -77,25 +77,14 @@ def test_the_target_was_busy_if_it_is_or_a_pass_ended_since():
 # --- decisions of the rules -----------------------------------------------------------------------
 
 
-def priced(slowdown: float = 0.0, core_hold_s: float = 0.0) -> Prices:
-    """A pass of 1 s and 50 ms a token, and a draft step of 400 ms, which delays a pass beside it by the share
-    `slowdown` of that; 1 token/s without it.
-    """
-    prices = Prices(core_hold_s=core_hold_s)
-    for width in (1, 4, 1, 4) * 10:
-        prices.verify.observe(width, 0.0, 1.0 + 0.05 * (width - 1))
-        prices.verify.observe(width, 0.4, 1.0 + 0.05 * (width - 1) + 0.4 * slowdown)
-        prices.draft_alone.observe(1, 0.0, 0.4)
-    prices.plain_decode_s.observe(1.0)
-    return prices
-
-
 def after(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, due: float | None = None) -> PolicyView:
     return view_of(chain_of(num_drafted, confidence), queue_slack_s=queue_slack_s, verdict_due_s=due)
 
 
 def auto(slowdown: float = 0.0, core_hold_s: float = 0.0) -> AutoPolicy:
-    return AutoPolicy(priced(slowdown, core_hold_s), Calibration(mean_acceptance=0.6))
+    """A policy where a pass takes 1 s and 50 ms a token, and a draft step 400 ms, `slowdown` of which delay a pass."""
+    prices = prices_of(slope=0.05, step=0.4, delay=slowdown, core_hold_s=core_hold_s)
+    return AutoPolicy(prices, Calibration(mean_acceptance=0.6))
 
 
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():

@@ -42,12 +42,12 @@ def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> Token
     return demo_with(*ROLES, *(["<think>", "</think>"] if thinks else []), template=template)
 
 
-def demo_with(*tokens: str, template: str | None = None) -> TokenizerWrapper:
-    """The demo pair's tokenizer with some special tokens and a chat template."""
+def demo_with(*tokens: str, template: str | None = None, **options: Any) -> TokenizerWrapper:
+    """The demo pair's tokenizer with some special tokens and a chat template; options of `TokenizerWrapper`."""
     base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
     base.add_tokens(list(tokens), special_tokens=True)
     base.chat_template = template
-    return TokenizerWrapper(base)
+    return TokenizerWrapper(base, **options)
 
 
 VOCAB_SIZE = 4101
@@ -105,11 +105,11 @@ CALLING_TEMPLATE = """\
 @functools.cache
 def calling_tokenizer(*, thinks: bool = True) -> TokenizerWrapper:
     """The demo pair's tokenizer with a chat template that has tools."""
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else []), "<|tool|>"], special_tokens=True)
-    base.chat_template = CALLING_TEMPLATE
-    return TokenizerWrapper(
-        base,
+    return demo_with(
+        *ROLES,
+        *(["<think>", "</think>"] if thinks else []),
+        "<|tool|>",
+        template=CALLING_TEMPLATE,
         tool_parser=json_tools.parse_tool_call,
         tool_call_start=json_tools.tool_call_start,
         tool_call_end=json_tools.tool_call_end,

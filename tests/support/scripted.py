@@ -30,7 +30,7 @@ from actors.actor import Actor, ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.model import Feed, FeedsEach, RewindMode, feed_each
 from actors.prefix_cache import CacheHit
-from actors.workers.worker import Job, JobError, Steps, as_job_error
+from actors.workers.worker import Job, JobError, Steps
 from protocol.cache_size import CacheSize
 from protocol.errors import RewindError
 from protocol.messages import Message
@@ -595,25 +595,21 @@ class LaggingWorker(ComparingWorker):
                     await trio.sleep_until(at)
                     steps.hand_over(*heard).unwrap()
 
+        done: list[Job[Any]] = []
+        self.runs.append(done)
+
+        def report(job: Job[Any], *heard: Any) -> None:
+            done.append(job)
+            send.send_nowait((self.clock() + self._report_delay(), job, *heard))
+
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hear)
             with send:
-                async with self._lock:
-                    done: list[Job[Any]] = []
-                    self.runs.append(done)
-                    following: Job[Any] | None = steps.first()
-                    while following is not None and error is None:
-                        job, result = following, await self._run_one(following)
-                        self._announce(job, steps.round)
-                        done.append(job)
-                        try:
-                            step = as_job_error(job, result).unwrap()
-                        except JobError as raised:
-                            error = raised
-                            self._forget(steps)
-                            break
-                        following = None if self._is_wanted_elsewhere() else steps.following(step)
-                        send.send_nowait((self.clock() + self._report_delay(), job, step.result, following is not None))
+                try:
+                    await self._run_in_row(steps, report)
+                except JobError as raised:
+                    error = raised
+                    self._forget(steps)
         if error is not None:
             raise error
 

@@ -137,6 +137,10 @@ class SimulatedWorker:
         """As `Worker.run_steps`; `Steps.on_step` is called before the next step begins."""
         if meanwhile is not None:
             meanwhile()
+        await self._run_in_row(steps, lambda *step: steps.hand_over(*step).unwrap())
+
+    async def _run_in_row(self, steps: Steps[Any], hand_over: Callable[..., None]) -> None:
+        """Run steps, with each of which `hand_over` is called as `Steps.hand_over` is."""
         async with self._lock:
             following: Job[Any] | None = steps.first()
             while following is not None:
@@ -144,7 +148,7 @@ class SimulatedWorker:
                 self._announce(job, steps.round)
                 step = as_job_error(job, result).unwrap()
                 following = None if self._is_wanted_elsewhere() else steps.following(step)
-                steps.hand_over(job, step.result, following is not None).unwrap()
+                hand_over(job, step.result, following is not None)
                 if steps.is_interrupted:
                     return
 

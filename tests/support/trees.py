@@ -11,12 +11,18 @@ ROOT, POSITION = 100, 9
 Path = tuple[tuple[int, float], ...]
 
 
-def tree_of(drafted: Path = (), copied: Path = ()) -> LookaheadTree:
-    """A tree with a drafted and a copied chain of (token, confidence)."""
+def drafted_tree(*guesses: Guess) -> LookaheadTree:
+    """A tree with a chain of guesses."""
     tree = LookaheadTree(ROOT, POSITION)
     node = tree.root
-    for token, confidence in drafted:
-        node = tree.expand(node, Guess(token, confidence, raw=confidence))
+    for guess in guesses:
+        node = tree.expand(node, guess)
+    return tree
+
+
+def tree_of(drafted: Path = (), copied: Path = ()) -> LookaheadTree:
+    """A tree with a drafted and a copied chain of (token, confidence)."""
+    tree = drafted_tree(*(Guess(token, confidence, raw=confidence) for token, confidence in drafted))
     tree.copy([Guess(token, confidence, raw=confidence, copy_kind=0) for token, confidence in copied])
     return tree
 
