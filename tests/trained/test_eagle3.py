@@ -1,4 +1,4 @@
-"""EAGLE-3: the logits of Speculators' torch classes (0.9.0), which `make_eagle3_cases.py` has written down."""
+"""EAGLE-3: the logits of Speculators' torch classes (0.9.0), as `make_speculators_cases.py` wrote them."""
 
 import json
 import shutil
