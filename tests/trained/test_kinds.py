@@ -81,8 +81,8 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(k
     async def sample() -> list[runtime.Token]:
         asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
         requests = [(prompt, {"seed": seed}) for seed in range(num_sessions)]
-        async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
-            found = await rt.generate_many(requests, max_concurrent=8, lookahead=2, acceptance="rejection", **asked)
+        async with drafted(tmp_path, target, price=random_price(1), max_batch=16) as rt:
+            found = await rt.generate_many(requests, max_concurrent=16, lookahead=2, acceptance="rejection", **asked)
             assert (rt.statistics().rows_per_pass or 0) > 1
         return [each.tokens for each in found]
 

@@ -210,8 +210,7 @@ def test_a_text_whose_shared_pass_has_failed_goes_on_without_anything_of_it(kind
         assert num_alone >= number
 
 
-@sweep("kind", ["eagle3", "mtp"])
-@sweep(("num_texts", "mean_rows"), [(4, 3.5), pytest.param(16, 12.0, marks=pytest.mark.slow)])
+@sweep(("kind", "num_texts", "mean_rows"), [("eagle3", 4, 3.5), pytest.param("mtp", 16, 12.0, marks=pytest.mark.slow)])
 async def test_a_draft_pass_is_shared_by_nearly_all_streams(kind, num_texts, mean_rows, tmp_path, autojump_clock):
     spans: list[Span] = []
     events = Events()
