@@ -230,6 +230,7 @@ WIDER = "made for a target with 65 tokens, and this one has 64"
         ("dflash", {"vocab_size": 65}, {}, WIDER),
         ("dflash", {"aux_hidden_state_layer_ids": [0, 1, 9]}, {}, MADE_FOR_ANOTHER),
         ("mtp", {"vocab_size": 65}, {}, "made for a target with vocab_size 65, and this one has 64"),
+        ("mtp", {}, {"name": "llama"}, "those of llama targets are not supported"),
         ("mtp_deep", {"family": "step3p5_deep"}, {}, "the embedding of draft .* has 48 ids, and its target 64"),
         ("gemma4", {}, {"name": "llama"}, "keys and values of a gemma4_text target, and this one is a llama"),
         ("gemma4", {}, {"hidden_size": 48}, "of a width of 32, and those of this target have 48"),
