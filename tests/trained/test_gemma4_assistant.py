@@ -57,7 +57,7 @@ class Case(Gemma4AssistantReader):
 
 
 @sweep("folder", CASES)
-def test_hidden_states_and_logits_are_those_of_mlx_vlm(folder: Path) -> None:
+def test_hidden_states_and_the_logits_of_steps_and_texts_are_those_of_mlx_vlm(folder: Path) -> None:
     case = Case(folder)
     cache = case.make_cache()
     case.read_context(case.features(0, NUM_TOKENS), 0, cache)
@@ -68,30 +68,12 @@ def test_hidden_states_and_logits_are_those_of_mlx_vlm(folder: Path) -> None:
             hidden, [logits] = case.read([case.tokens[num_read + step]], 0, num_read, cache, hidden)
             assert mx.allclose(hidden[0], case.expected["given"][num_read - 1, step], atol=1e-4)
             case.check(logits, num_read, step)
+            sequence = Gemma4AssistantSequence(case)
+            sequence.give(0, case.features(0, num_read))
+            [logits] = sequence.feed(tuple(case.tokens[: num_read + 1 + step]), 1)
+            assert (sequence.staleness, sequence.foreseen) == (step, None)
+            case.check(logits, num_read, step)
         case.check(together[num_read - 1], num_read, 0)
-
-
-@sweep("folder, seed", [(folder, seed) for folder in CASES for seed in range(2)])
-def test_a_text_gives_them_after_whatever_was_drafted_before(folder: Path, seed: int) -> None:
-    case, draws = Case(folder), random.Random(seed)
-    sequence, given, num_read = Gemma4AssistantSequence(case), 0, 1
-    tokens = tuple(case.tokens)
-    while num_read <= NUM_TOKENS:
-        sequence.give(given, case.features(given, num_read))
-        given = num_read
-        keep = min(sequence.length, num_read)
-        assert sequence.rewind(keep) == keep
-        logits = sequence.feed(tokens[keep : num_read + 1], num_read + 1 - keep)
-        case.check(logits[-1], num_read, 0)
-        for step in range(1, NUM_STEPS):
-            for other in (draws.randrange(96), tokens[num_read + step]):
-                sequence.rewind(num_read + step)
-                logits = sequence.feed((other,), 1)
-                assert logits is not None
-                assert sequence.staleness == step
-            case.check(logits[0], num_read, step)
-        num_read += draws.randint(1, 4)
-    assert sequence.foreseen is None
 
 
 def test_an_untied_head_is_read_instead_of_the_embedding(tmp_path: Path) -> None:
