@@ -141,9 +141,9 @@ def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_
         is_right = len(text) < NUM_TOKENS and draws.random() < 0.7
         text.append(TOKENS[len(text)] if is_right else 7)
 
-    for turn in range(18):
-        if turn % 3 == 2:  # another text, of which what was drafted before is right, with features of its own
-            num_common = draws.randint(2, committed)
+    for turn in range(12):
+        if turn % 2 == 1:  # another text, of which what was drafted before is right, with features of its own
+            num_common = draws.randint(1, committed)
             sequence.reuse(sequence.reusable_length(num_common, len(text)))
             features = mx.concatenate([features[:num_common], features[num_common:][::-1]])
             committed, given, text = num_common, min(given, num_common), text[: sequence.length]
