@@ -67,4 +67,4 @@ class PositionedRows:
 
     def _keep(self, begin: int, end: int) -> None:
         self.pieces = self._pieces_between(begin, end)
-        self.begin, self.end = begin, max(begin, end)
+        self.begin, self.end = min(begin, end), end

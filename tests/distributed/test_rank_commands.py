@@ -97,26 +97,13 @@ def test_bench_compares_lookaheads_over_the_ranks(tmp_path: Path):
     assert "mlx-lm plain" not in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "how", "expected"),
-    [
-        (("doctor", "--distributed"), "ends", "rank 1 has ended, or cannot be reached any more"),
-        (("doctor", "--distributed"), "fails", "rank 1 failed in time_exchange: ValueError: no such kernel"),
-        (
-            ("bench", "--draft", "ngram", "--lookahead", "2"),
-            "decodes",
-            "rank 1 failed in feed_ahead: ValueError: no such kernel",
-        ),
-    ],
-)
-def test_a_rank_that_fails_is_named(tmp_path: Path, arguments: tuple[str, ...], how: str, expected: str):
+def test_a_rank_that_fails_is_named(tmp_path: Path):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
-    with ranks(rank_programs.command, 2, (*arguments, "--target", model), how) as (first, second):
+    arguments = "doctor", "--distributed", "--target", model
+    with ranks(rank_programs.command, 2, arguments, True) as (first, second):
         status, _, errors = first.result()
-        assert status == 1
-        assert expected in errors
-        if how != "ends":
-            assert second.result()[0] == 1
+        assert "rank 1 failed in time_exchange: ValueError: no such kernel" in errors
+        assert [status, second.result()[0]] == [1, 1]
         assert [first.join(), second.join()] == [0, 0]
 
 

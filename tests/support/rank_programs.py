@@ -25,7 +25,6 @@ import actors.distributed.joining
 import actors.distributed.sharded_model
 import actors.target.drafter_link
 import runtime
-import runtime.doctor.ranks
 import runtime.doctor.report
 import runtime.ranks.leading
 import runtime.terminal.display
@@ -436,18 +435,10 @@ def serve(give: Give, *arguments: str) -> None:
     give(outrider(["serve", *arguments]))
 
 
-def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
-    """Each rank runs a command, and gives its exit status, output and errors.
-
-    Rank 1 may end while the ranks are examined ("ends"), or fail in a pass ("fails") or in plain decoding ("decodes").
-    """
-    if os.environ["MLX_RANK"] == "1":
-        if how == "ends":
-            runtime.doctor.ranks._description = lambda: os._exit(0)
-        elif how == "fails":
-            actors.distributed.sharded_model.time_exchange = _fail
-        elif how == "decodes":
-            MLXSequence.feed_lazy = _fail
+def command(give: Give, arguments: tuple[str, ...], fails: bool = False) -> None:
+    """Each rank runs a command, and gives its exit status, output and errors. Rank 1 may fail in the exchange."""
+    if fails and os.environ["MLX_RANK"] == "1":
+        actors.distributed.sharded_model.time_exchange = _fail
     runtime.doctor.report.load_of_others = lambda: None  # of other tests
     runtime.terminal.display.LOG_INTERVAL_S = math.inf  # slow machines print progress otherwise
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded

@@ -124,9 +124,6 @@ def write(
             for name, array in zip(("keys", "values"), arrays, strict=True)
         },
     )
-    if len(sys.argv) > 2:
-        mx.save_safetensors(str(folder / "target.safetensors"), dict(tree_flatten(language_model.parameters())))
-        (folder / "target.json").write_text(json.dumps(of_target | {"layer_types": KINDS * 2} | target))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE, build
-from completions import open_and_close
 from sweeps import sweep
-from trained_drafters import KINDS, make, write_dflash, write_eagle3
+from trained_drafters import KINDS, make
 
 from actors.trained.drafter_files import check_named_target
 from actors.trained.drafter_model import TrainedDrafter
@@ -63,16 +62,23 @@ def both(*changes: Break) -> Break:
 
 LAYER = "transformer_layer_config"
 ORDERING = "masked_embedding.token_ordering"
+MADE_FOR_ANOTHER = "it was made for another one"
 BROKEN: list[tuple[str, Break, str]] = [
     ("eagle3", without("fc.weight"), "it has no fc.weight"),
     ("eagle3", without("norm.weight", "hidden_norm.weight"), "it has no hidden_norm.weight, norm.weight"),
     ("eagle3", as_well("layers.1.norm.weight", mx.ones(4)), "it has layers.1.norm.weight as well"),
     ("eagle3", as_well("norm.weight", mx.ones(4)), r"norm.weight is \(4,\), and should be \(32,\)"),
-    ("eagle3", as_well("fc.weight_scale", mx.ones(1)), "quantised in a way that MLX does not have"),
+    (
+        "eagle3",
+        both(settings(quantization_config={"quant_method": "fp8"}), as_well("fc.weight_scale", mx.ones(1))),
+        r"quantised in a way that MLX does not have \(fp8\)",
+    ),
     ("eagle3", as_well("fc.scales", mx.ones((32, 5))), "in which MLX quantises nothing"),
     ("eagle3", settings(LAYER, model_type="mamba"), "layers of the kind 'mamba' is not supported"),
     ("eagle3", settings(LAYER, layer_types=["sliding_attention"]), "sliding windows"),
-    ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[0, 1, 90]), "it was made for another one"),
+    ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[0, 1, 90]), MADE_FOR_ANOTHER),
+    ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[-1, 2, 3]), MADE_FOR_ANOTHER),
+    ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[2, 2, 3]), MADE_FOR_ANOTHER),
     ("eagle3", settings(target_hidden_size=64), "is not what its configuration says: fc.weight is"),
     ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[0, 1]), "is not what its configuration says"),
     ("eagle3", settings(transformer_layer_config={"model_type": "llama"}), "has no 'hidden_size'"),
@@ -184,47 +190,74 @@ def naming(*architectures: str, name: str | None = None) -> dict[str, Any]:
 
 
 @sweep(
-    ("family", "architecture"),
+    ("family", "config"),
     [
-        ("llama", "LlamaForCausalLM"),
-        ("qwen3_next", "Qwen3NextForCausalLM"),
-        ("gemma3_text", "Gemma3ForConditionalGeneration"),
-        ("glm4_moe", "Glm4MoeForCausalLM"),
+        ("llama", naming("LlamaForCausalLM", name="org/other-name")),
+        ("qwen3_next", naming("Qwen3NextForCausalLM")),
+        ("gemma3_text", naming("Gemma3ForConditionalGeneration")),
+        ("glm4_moe", naming("Glm4MoeForCausalLM")),
         # What mlx-lm does not know may be another name of what it knows.
-        ("llama", "SomethingForCausalLM"),
+        ("llama", naming("SomethingForCausalLM")),
+        # Files that do not say.
+        ("llama", {}),
+        ("llama", {"speculators_config": None}),
+        ("llama", {"speculators_config": {"verifier": []}}),
+        ("llama", naming()),
+        ("llama", naming("Llama")),
     ],
 )
-def test_a_target_of_the_kind_that_is_named_is_taken(family: str, architecture: str) -> None:
-    check_named_target(naming(architecture, name="org/other-name"), build(family), "the drafter")
+def test_a_target_of_the_kind_that_is_named_is_taken(family: str, config: dict[str, Any]) -> None:
+    check_named_target(config, build(family), "the drafter")
+
+
+NARROWER = "reads hidden states of a width of 48, and those of this target have 32"
+WIDER = "made for a target with 65 tokens, and this one has 64"
 
 
 @sweep(
-    "config", [{}, {"speculators_config": None}, {"speculators_config": {"verifier": []}}, naming(), naming("Llama")]
+    ("kind", "changes", "of_target", "said"),
+    [
+        (
+            "eagle3",
+            naming("Qwen3ForCausalLM", name="Qwen/Qwen3-8B"),
+            {},
+            r"target of the kind Qwen3ForCausalLM \(Qwen/Qwen3-8B\), and this one is a llama",
+        ),
+        ("eagle3", {"target_hidden_size": 48}, {}, NARROWER),
+        ("medusa", {"hidden_size": 48}, {}, NARROWER),
+        ("medusa", {"vocab_size": 65}, {}, WIDER),
+        ("dflash", {"hidden_size": 48}, {}, NARROWER),
+        ("dflash", {"vocab_size": 65}, {}, WIDER),
+        ("dflash", {"aux_hidden_state_layer_ids": [0, 1, 9]}, {}, MADE_FOR_ANOTHER),
+        ("mtp", {"vocab_size": 65}, {}, "made for a target with vocab_size 65, and this one has 64"),
+        ("mtp", {}, {"name": "llama"}, "those of llama targets are not supported"),
+        ("mtp_deep", {"family": "step3p5_deep"}, {}, "the embedding of draft .* has 48 ids, and its target 64"),
+        ("gemma4", {}, {"name": "llama"}, "keys and values of a gemma4_text target, and this one is a llama"),
+        ("gemma4", {}, {"hidden_size": 48}, "of a width of 32, and those of this target have 48"),
+        ("gemma4", {}, {"vocab_size": 48}, "made for a target with 64 tokens, and this one has 48"),
+        ("gemma4", {}, {"head_dim": 16}, "has 4 heads of a width of 8 .* target's 2 of 16; it was made for another"),
+        ("gemma4", {}, {"layer_types": ["full_attention"] * 4}, "keys of a layer with sliding_attention, and this"),
+    ],
 )
-def test_files_that_do_not_say_are_taken(config: dict[str, Any]) -> None:
-    check_named_target(config, build("llama"), "the drafter")
-
-
-@pytest.mark.parametrize("write", [write_eagle3, write_dflash])
-async def test_a_target_of_another_kind_is_refused(write: Any, tmp_path: Path) -> None:
-    built = build("llama")
-    write(tmp_path, built, **naming("Qwen3ForCausalLM", name="Qwen/Qwen3-8B"))
-    said = r"target of the kind Qwen3ForCausalLM \(Qwen/Qwen3-8B\), and this one is a llama"
+def test_another_target_is_refused_with_what_differs(kind, changes, of_target, said, tmp_path):
+    target = make(kind, tmp_path / "its", family=changes.get("family"))
+    if of_target:
+        target = build(**{"name": "gemma4_text"} | of_target)
+    make(kind, tmp_path / "other", **changes)
     with pytest.raises(ModelError, match=said):
-        await open_and_close((built, None), tmp_path)
+        TrainedDrafter(tmp_path / "other", target, of_target.get("vocab_size", VOCAB_SIZE), "draft 'org/head'")
 
 
-async def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
-    built = build("llama")
-    write_dflash(tmp_path, built)
+def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
+    target = make("dflash", tmp_path)
     layer = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
-    num_layers = len(built.layers) + 2
+    num_layers = len(target.layers) + 2
     for read, said in (
         ([0, 1], "is not what its configuration says"),
-        ([0, 1, 2], f"made for a target with {num_layers} layers, and this one has {len(built.layers)}"),
+        ([0, 1, 2], f"made for a target with {num_layers} layers, and this one has {len(target.layers)}"),
     ):
         authors = {"num_hidden_layers": 2, "dflash_config": {"mask_token_id": 1, "target_layer_ids": read}}
         of_target = {"architectures": ["DFlashDraftModel"], "num_target_layers": num_layers}
         (tmp_path / "config.json").write_text(json.dumps(layer | authors | of_target))
         with pytest.raises(ModelError, match=said):
-            await open_and_close((built, None), tmp_path)
+            TrainedDrafter(tmp_path, target, VOCAB_SIZE)

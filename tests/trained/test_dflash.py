@@ -1,4 +1,4 @@
-"""DFlash: the logits of Speculators' torch classes (0.9.0), as `make_dflash_cases.py` wrote them; its texts."""
+"""DFlash: the logits of Speculators' torch classes (0.9.0), as `make_speculators_cases.py` wrote them; its texts."""
 
 import json
 from collections.abc import Sequence

@@ -59,31 +59,23 @@ def test_every_familys_features_lead_to_its_logits_or_an_error(name: str) -> Non
 
 
 @sweep("evaluation", LayerEvaluation)
-def test_they_are_what_enters_the_layers(evaluation: LayerEvaluation) -> None:
+def test_they_are_what_enters_the_layers_while_somebody_asks(evaluation: LayerEvaluation) -> None:
     model = build("llama")
     num_layers = len(model.layers)
     recorder = FeatureRecorder(model, (*range(num_layers), num_layers))
-    with evaluating_layers(model), evaluating(evaluation), recording(recorder):
+    with evaluating_layers(model), evaluating(evaluation):
+        with recording(recorder):
+            model(TOKENS, cache=make_prompt_cache(model))
+        found = mx.split(recorder.take((2, 5)), num_layers + 1, axis=-1)
         model(TOKENS, cache=make_prompt_cache(model))
-    found = mx.split(recorder.take((2, 5)), num_layers + 1, axis=-1)
+    with pytest.raises(ModelError):
+        recorder.take((2, 5))
     hidden = model.model.embed_tokens(TOKENS)
     mask = create_attention_mask(hidden, None)
     for layer, part in zip(model.layers, found, strict=False):
         assert mx.allclose(part, hidden, atol=1e-5)
         hidden = layer(hidden, mask, None)
     assert mx.allclose(found[-1], hidden, atol=1e-5)
-
-
-def test_nothing_is_recorded_where_nobody_asks() -> None:
-    model = build("llama")
-    recorder = FeatureRecorder(model, (1,))
-    with evaluating_layers(model):
-        with recording(recorder):
-            model(TOKENS, cache=make_prompt_cache(model))
-        assert recorder.take((2, 5)).shape[:2] == (2, 5)
-        model(TOKENS, cache=make_prompt_cache(model))
-        with pytest.raises(ModelError):
-            recorder.take((2, 5))
 
 
 @sweep("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])

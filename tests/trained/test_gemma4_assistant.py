@@ -15,7 +15,6 @@ from actors.model import Feed
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.gemma4_assistant import Gemma4AssistantReader, Gemma4AssistantSequence, load_gemma4_assistant
-from protocol.cached_tokens import CachedTokens
 
 CASES = sorted((Path(__file__).parent / "gemma4").iterdir())
 KINDS = ("sliding_attention", "full_attention")
@@ -58,7 +57,7 @@ class Case(Gemma4AssistantReader):
 
 
 @sweep("folder", CASES)
-def test_hidden_states_and_logits_are_those_of_mlx_vlm(folder: Path) -> None:
+def test_hidden_states_and_the_logits_of_steps_and_texts_are_those_of_mlx_vlm(folder: Path) -> None:
     case = Case(folder)
     cache = case.make_cache()
     case.read_context(case.features(0, NUM_TOKENS), 0, cache)
@@ -69,84 +68,12 @@ def test_hidden_states_and_logits_are_those_of_mlx_vlm(folder: Path) -> None:
             hidden, [logits] = case.read([case.tokens[num_read + step]], 0, num_read, cache, hidden)
             assert mx.allclose(hidden[0], case.expected["given"][num_read - 1, step], atol=1e-4)
             case.check(logits, num_read, step)
+            sequence = Gemma4AssistantSequence(case)
+            sequence.give(0, case.features(0, num_read))
+            [logits] = sequence.feed(tuple(case.tokens[: num_read + 1 + step]), 1)
+            assert (sequence.staleness, sequence.foreseen) == (step, None)
+            case.check(logits, num_read, step)
         case.check(together[num_read - 1], num_read, 0)
-
-
-@sweep("folder, seed", [(folder, seed) for folder in CASES for seed in range(2)])
-def test_a_text_gives_them_after_whatever_was_drafted_before(folder: Path, seed: int) -> None:
-    case, draws = Case(folder), random.Random(seed)
-    sequence, given, num_read = Gemma4AssistantSequence(case), 0, 1
-    tokens = tuple(case.tokens)
-    while num_read <= NUM_TOKENS:
-        sequence.give(given, case.features(given, num_read))
-        given = num_read
-        keep = min(sequence.length, num_read)
-        assert sequence.rewind(keep) == keep
-        logits = sequence.feed(tokens[keep : num_read + 1], num_read + 1 - keep)
-        case.check(logits[-1], num_read, 0)
-        for step in range(1, NUM_STEPS):
-            for other in (draws.randrange(96), tokens[num_read + step]):
-                sequence.rewind(num_read + step)
-                logits = sequence.feed((other,), 1)
-                assert logits is not None
-                assert sequence.staleness == step
-            case.check(logits[0], num_read, step)
-        num_read += draws.randint(1, 4)
-    assert sequence.foreseen is None
-
-
-@sweep("folder, seed", [(folder, seed) for seed, folder in enumerate(CASES)])
-def test_what_it_has_read_before_changes_nothing(folder: Path, seed: int) -> None:
-    case, draws = Case(folder), random.Random(seed)
-    sequence, cached_tokens = Gemma4AssistantSequence(case), CachedTokens()
-    # Of few different tokens, so that what was drafted elsewhere looks like what comes next.
-    text, rows = [1], mx.zeros((0, 1), mx.int32)
-    for turn in range(18):
-        if turn % 6 == 5:  # another text with the same beginning, and features of its own from there on
-            num_common = draws.randint(2, len(text) - 1)
-            length = sequence.reusable_length(num_common, len(text))
-            sequence.reuse(length)
-            assert (sequence.length, sequence.awaits_features) == (length, True)
-            cached_tokens.rewind(length)
-            text, rows = text[:num_common], rows[:num_common]
-            assert sequence.num_given == rows.shape[0]
-        text += draws.choices((1, 2), k=draws.randint(1, 3))
-        if draws.random() < 0.7 or turn == 0 or sequence.awaits_features:
-            new = [[draws.randrange(NUM_TOKENS)] for _ in range(rows.shape[0], len(text) - 1)]
-            if new:
-                sequence.give(rows.shape[0], mx.array(new))
-                rows = mx.concatenate([rows, mx.array(new)])
-        for _ in range(3):
-            beyond = draws.choices((1, 2), k=draws.randint(0, 4))
-            plan = cached_tokens.plan(text, beyond)
-            sequence.rewind(plan.keep)
-            found = sequence.feed(plan.feed, 1)
-            cached_tokens.follow(plan)
-            anew = Gemma4AssistantSequence(case)
-            anew.give(0, rows)
-            expected = anew.feed((*text, *beyond), 1)
-            assert mx.array_equal(mx.isfinite(found), mx.isfinite(expected))
-            assert mx.allclose(found, expected, atol=1e-4)
-    sequence.close()
-
-
-def test_nothing_is_drafted_without_features() -> None:
-    sequence = Gemma4AssistantSequence(Case(CASES[0]))
-    logits = sequence.feed((1, 2, 3), 2)
-    assert not logits.any()
-
-
-def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin() -> None:
-    case = Case(next(folder for folder in CASES if folder.name == "ordered"))
-    sequence = Gemma4AssistantSequence(case)
-    sequence.give(3, case.features(3, NUM_TOKENS))
-    [before, *logits] = sequence.feed(tuple(case.tokens[: NUM_TOKENS + 1]), NUM_TOKENS - 2)
-    assert not before.any()
-    cache = case.make_cache()
-    case.read_context(case.features(3, NUM_TOKENS), 3, cache)
-    for row, found in enumerate(logits):
-        _, [expected] = case.read([case.tokens[4 + row]], 3, 1 + row, cache)
-        assert mx.allclose(found, expected, atol=1e-4)
 
 
 def test_an_untied_head_is_read_instead_of_the_embedding(tmp_path: Path) -> None:

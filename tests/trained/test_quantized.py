@@ -101,6 +101,7 @@ async def test_texts_of_a_quantised_one_are_the_targets(kind: str, tmp_path: Pat
         completion = await rt.generate(PROMPT, max_tokens=20, lookahead=3, ignore_eos=True)
         assert [token.id for token in completion.tokens] == greedy(target, PROMPT, 20)
         assert completion.statistics.proposed > 0
+        assert rt.estimates.draft_seconds > 0
 
 
 async def test_one_that_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
@@ -108,17 +109,6 @@ async def test_one_that_is_quantised_is_not_quantised_again(tmp_path: Path) -> N
     folder, _ = write_quantized(tmp_path / "whole", tmp_path, FORMATS["4 bits"])
     with pytest.raises(runtime.ModelError, match="its weights are quantised already; leave quantize out"):
         await open_and_close((target, None), runtime.ModelSpec(folder, quantize=4))
-
-
-async def test_a_quantisation_that_is_not_mlxs_is_named(tmp_path: Path) -> None:
-    target = make("eagle3", tmp_path)
-    file = str(tmp_path / "model.safetensors")
-    weights: dict[str, mx.array] = mx.load(file)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(file, weights | {"fc.weight_scale": mx.ones(1)})
-    with pytest.raises(runtime.ModelError, match=r"quantised in a way that MLX does not have \(fp8\)"):
-        await open_and_close((target, None), tmp_path)
 
 
 @sweep("options", [{"adapter_path": "adapter"}, {"model_config": {"rope_theta": 1e6}}])

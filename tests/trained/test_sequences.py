@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import pytest
+from architectures import build
 from sweeps import sweep
 from trained_drafters import close, dflash_reader, mtp_readers, mtp_target_of
 
@@ -16,6 +17,7 @@ from actors.trained.depth_sequence import DepthSequence, Masks, ModulePass
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.dflash import BlockSequence
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
+from actors.trained.kinds.gemma4_assistant import attach_gemma4_assistant
 from actors.trained.kinds.medusa import HeadPass, HeadSequence, load_medusa
 from actors.trained.positioned_rows import PositionedRows
 from actors.trained.trained_sequence import TrainedSequence
@@ -23,7 +25,8 @@ from protocol.errors import RewindError
 from protocol.messages import Features
 
 NUM_TOKENS = 40
-TOKENS = tuple(mx.random.randint(0, 40, (NUM_TOKENS,), key=mx.random.key(1)).tolist())
+# Few different ones, so that what was drafted elsewhere may look like what comes next.
+TOKENS = tuple(mx.random.randint(0, 2, (NUM_TOKENS,), key=mx.random.key(1)).tolist())
 ALL_FEATURES = mx.random.normal((NUM_TOKENS, 96), key=mx.random.key(2))
 
 
@@ -93,12 +96,24 @@ class Heads(Subject):
         return HeadSequence(lambda features: 2 * features, self.heads, 16, 40)
 
 
+class Assistant(Subject):
+    """Gemma 4's assistant, which drafts any number of tokens from the same features."""
+
+    features = ALL_FEATURES[:, :72]
+
+    def __init__(self, case: Path) -> None:
+        target = build("gemma4_text", hidden_size=24, vocab_size=96)
+        self.sequence = attach_gemma4_assistant(DrafterFiles.read(case), target, 96).open_sequence
+        super().__init__(4, goes_on=True)
+
+
 DEPTHS = ("eagle3/deep", "eagle3/norms", "mtp/deepseek_v3_deep", "mtp/step3p5_deep", "peagle/deep")
 BLOCKS = ("whole", "reduced", "from_anchor", "dflash2", "dflash2_deep", "dflash2_short", "dspark_authors")
-KINDS = {"dflash": Blocks, "medusa": Heads}
+OTHERS = ("medusa/two_blocks", "gemma4/ordered")
+KINDS = {"dflash": Blocks, "medusa": Heads, "gemma4": Assistant}
 
 
-@pytest.fixture(scope="module", params=[*DEPTHS, *(f"dflash/{name}" for name in BLOCKS), "medusa/two_blocks"])
+@pytest.fixture(scope="module", params=[*DEPTHS, *(f"dflash/{name}" for name in BLOCKS), *OTHERS])
 def subject(request: pytest.FixtureRequest) -> Subject:
     kind, _ = request.param.split("/")
     return KINDS.get(kind, Depths)(Path(__file__).parent / request.param)
@@ -114,47 +129,59 @@ def blocks(request: pytest.FixtureRequest) -> Blocks:
     return Blocks(Path(__file__).parent / "dflash" / request.param)
 
 
-@sweep("seed", range(3))
+@sweep("seed", range(5))
 def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_came(subject, seed, monkeypatch):
     # So that one text is read in several passes.
     monkeypatch.setattr(depth_sequence, "MAX_READ", 5)
     monkeypatch.setattr(depth_sequence, "MAX_READ_WITH_LOGITS", 3)
-    draws, sequence, committed, given, text = random.Random(seed), subject.sequence(), 0, 0, list[int]()
-    while (committed := committed + draws.randint(1, 9)) <= NUM_TOKENS:
-        if draws.random() < 0.8 and committed - 1 > given:
-            sequence.give(given, subject.features[given : committed - 1])
+    draws, sequence, features = random.Random(seed), subject.sequence(), subject.features
+    committed, given, text = 0, 0, list[int]()
+
+    def guess(text: list[int]) -> None:
+        is_right = len(text) < NUM_TOKENS and draws.random() < 0.7
+        text.append(TOKENS[len(text)] if is_right else 7)
+
+    for turn in range(12):
+        if turn % 2 == 1:  # another text, of which what was drafted before is right, with features of its own
+            num_common = draws.randint(1, committed)
+            sequence.reuse(sequence.reusable_length(num_common, len(text)))
+            features = mx.concatenate([features[:num_common], features[num_common:][::-1]])
+            committed, given, text = num_common, min(given, num_common), text[: sequence.length]
+            assert (sequence.num_given, sequence.awaits_features) == (given, True)
+        committed = min(committed + draws.choice((1, 1, 9)), NUM_TOKENS)
+        if (draws.random() < 0.8 or sequence.awaits_features) and committed - 1 > given:
+            sequence.give(given, features[given : committed - 1])
             given = committed - 1
         num_right = common_length(pack(text), pack(TOKENS))
         sequence.rewind(min(num_right, committed - draws.randint(0, 1)))
-        logits = None
-        if sequence.length < committed:
-            logits = sequence.feed(TOKENS[sequence.length : committed], draws.randint(0, 1))
-        sequence.check(committed)
-        text = list(TOKENS[:committed])
-        # Ahead, rightly or wrongly.
+        text, logits = list(TOKENS[:committed]), None
+        for _ in range(draws.choice((0, 2))):
+            guess(text)
+        if sequence.length < len(text):
+            logits = sequence.feed(tuple(text[sequence.length :]), draws.randint(0, 1))
         for _ in range(draws.randint(0, subject.num_depths + 2)):
             if logits is not None and given > 0 and len(text) - 1 - given < subject.num_depths:
                 assert sequence.staleness == len(text) - 1 - given
-                assert close(logits[-1], subject.expected(tuple(text), subject.features[:given]))
-            is_right = len(text) < NUM_TOKENS and draws.random() < 0.7
-            text.append(TOKENS[len(text)] if is_right else 7)
+                assert close(logits[-1], subject.expected(tuple(text), features[:given]))
+            guess(text)
             logits = sequence.feed_lazy(mx.array(text[-1:]))
             sequence.check(len(text))
     sequence.close()
 
 
+@pytest.mark.parametrize("subject", [*DEPTHS, "gemma4/ordered"], indirect=True)
 @sweep("num_before", [0, 10])
-def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(depths, num_before, monkeypatch):
+def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(subject, num_before, monkeypatch):
     monkeypatch.setattr(depth_sequence, "MAX_READ", 5)
     monkeypatch.setattr(depth_sequence, "MAX_READ_WITH_LOGITS", 3)
-    sequence = depths.sequence()
-    sequence.give(0, depths.features[:29])
+    sequence = subject.sequence()
+    sequence.give(0, subject.features[:29])
     sequence.feed(TOKENS[:num_before], 0)
     rows = sequence.feed(TOKENS[num_before:31], 21)
     assert rows.shape[0] == 21
     for i, row in enumerate(rows):
         known = min(29, 10 + i)
-        assert close(row, depths.expected(TOKENS[: 11 + i], depths.features[:known]))
+        assert close(row, subject.expected(TOKENS[: 11 + i], subject.features[:known]))
 
 
 def test_rows_of_a_text_that_is_caught_up_with_come_block_by_block(blocks: Blocks) -> None:

@@ -1,9 +1,11 @@
 """One text in the tokens of two vocabularies: its lengths, logits and rewinds."""
 
 import math
+import random
 from functools import partial
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -74,58 +76,51 @@ def test_a_text_of_twice_as_many_tokens_of_its_own_takes_no_more_than_is_reserve
         assert sequence.num_bytes <= translator.cache_size.of([TextSize(num_tokens, 200)])
 
 
-def test_logits_are_those_of_the_models_own_tokens() -> None:
-    model, own = translated()
-    sequence = model.open_sequence(beside_another=False)
-    assert sequence.feed((0, 4), 0) is None
-    assert (sequence.length, sequence.own.length) == (2, 3)
-    assert_same(sequence.feed((5, 1, 4, 2), 3), expected_rows(own, [0, 4, 5, 1, 4, 2], 3))
-    assert_same(sequence.feed((3,), 1), expected_rows(own, [0, 4, 5, 1, 4, 2, 3], 1))
-    sequence.check(7)
-    assert_same(sequence.feed_lazy(mx.array([1])), expected_rows(own, [0, 4, 5, 1, 4, 2, 3, 1], 1))
-    sequence.check(8)
-    with pytest.raises(RewindError):
-        sequence.check(7)
-    with pytest.raises(RewindError):
-        sequence.check(9)
+@sweep("seed", range(2))
+@sweep("begin", [None, 6])  # a token of the model's own, with which every text begins
+@sweep("is_recurrent", [False, True])
+def test_a_text_has_the_logits_of_the_models_own_tokens_whatever_becomes_of_it(is_recurrent, begin, seed):
+    vocabulary_map = attrs.evolve(MAP, begin=begin)
+    model, own = translated((mamba if is_recurrent else llama)(vocab_size=OWN_SIZE), vocabulary_map)
+    sequence, draws = model.open_sequence(beside_another=False), random.Random(seed)
+    assert (sequence.needs_prefix_checkpoints, sequence.depends_on_passes) == (is_recurrent, False)
+    text, checkpoints = list[int](), list[int]()
+    for _ in range(16):
+        settled, num_fed = len(text), draws.randint(1, 4)
+        mode = sequence.prepare(num_fed, settled)
+        assert mode is (RewindMode.CHECKPOINT if is_recurrent else RewindMode.TRIM)
+        if num_fed == 1 and settled > 0:
+            text += draws.choices([*MAP.shared])
+            rows = sequence.feed_lazy(mx.array(text[-1:]))
+        else:
+            text += draws.choices(range(6), k=num_fed)
+            rows = sequence.feed(tuple(text[settled:]), draws.randint(0, num_fed))
+        if rows is not None:
+            assert_same(rows, expected_rows(own, text, rows.shape[0], vocabulary_map))
+        length = draws.randint(settled, len(text))
+        kept = settled if is_recurrent and length < len(text) else length
+        assert sequence.rewind(length) == kept
+        del text[kept:]
+        if draws.random() < 0.3:
+            sequence.add_prefix_checkpoint()
+            checkpoints.append(len(text))
+        elif draws.random() < 0.3:
+            num_common = draws.randint(0, len(text) + 1)
+            ends = [end for end in (0, *checkpoints, settled, len(text)) if end <= num_common]
+            reusable = max(ends) if is_recurrent else min(num_common, len(text))
+            assert sequence.reusable_length(num_common, len(text) + 2) == reusable
+            if reusable > 0:
+                sequence.reuse(reusable)
+                del text[reusable:]
+                checkpoints = [end for end in (*checkpoints, reusable) if end <= reusable]
+        sequence.check(len(text))
+        assert (sequence.length, sequence.own.length) == (len(text), len(own_texts(vocabulary_map, text)))
+        for other in (len(text) + 1, abs(len(text) - 1))[: 1 if is_recurrent else 2]:  # recurrent caches keep no count
+            with pytest.raises(RewindError):
+                sequence.check(other)
     assert sequence.num_bytes > 0
-    assert sequence.prepare(3, 8) is RewindMode.TRIM
-    sequence.close()
-
-
-def test_a_rewind_leads_to_the_end_of_one_of_the_targets_tokens() -> None:
-    model, own = translated()
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed((0, 4, 5, 1), 0)
-    for length in (4, 3, 2, 1, 0):
-        assert sequence.rewind(length) == length
-        assert sequence.own.length == len(own_texts(MAP, [0, 4, 5, 1][:length]))
-        sequence.check(length)
-    with pytest.raises(RewindError, match="asked to rewind to 1 tokens a cache that holds 0"):
-        sequence.rewind(1)
-    assert_same(sequence.feed((4, 3), 2), expected_rows(own, [4, 3], 2))
-
-
-def test_a_recurrent_model_goes_back_to_a_checkpoint() -> None:
-    model, own = translated(mamba(vocab_size=OWN_SIZE))
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed((0, 4), 0)
-    assert sequence.prepare(1, 2) is RewindMode.CHECKPOINT
-    sequence.feed((5, 5, 1), 1)
-    assert sequence.rewind(4) == 2
-    sequence.check(2)
-    assert_same(sequence.feed((5, 2), 1), expected_rows(own, [0, 4, 5, 2], 1))
-
-
-def test_every_text_begins_as_the_model_is_used_to() -> None:
-    begins = VocabularyMap(MAP.shared, MAP.readings, 6, 6, MAP.beginnings)
-    model, own = translated(vocabulary_map=begins)
-    sequence = model.open_sequence(beside_another=False)
-    assert_same(sequence.feed((4, 2), 2), expected_rows(own, [4, 2], 2, begins))
-    assert sequence.own.length == 4
-    assert sequence.rewind(0) == 0
-    assert_same(sequence.feed((1,), 1), expected_rows(own, [1], 1, begins))
-    assert sequence.own.length == 2
+    with pytest.raises(RewindError, match=f"asked to rewind to 99 tokens a cache that holds {len(text)}"):
+        sequence.rewind(99)
 
 
 def test_several_texts_share_a_pass() -> None:
@@ -146,31 +141,6 @@ def test_several_texts_share_a_pass() -> None:
     model.abandon_shared()
     assert [sequence.length for sequence in sequences] == [0, 0, 0]
     assert_same(sequences[0].feed((4,), 1), expected_rows(own, [4], 1))
-
-
-def test_another_text_reuses_the_beginning() -> None:
-    model, own = translated()
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed((0, 4, 5, 1), 0)
-    assert sequence.reusable_length(4, 6) == 4
-    assert sequence.reusable_length(9, 9) == 4
-    assert sequence.reusable_length(2, 6) == 2
-    sequence.reuse(2)
-    assert_same(sequence.feed((5, 2), 1), expected_rows(own, [0, 4, 5, 2], 1))
-    assert not sequence.needs_prefix_checkpoints
-    assert not sequence.depends_on_passes
-
-
-def test_another_text_reuses_a_recurrent_models_checkpoint() -> None:
-    model, own = translated(mamba(vocab_size=OWN_SIZE))
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed((0, 4, 5), 0)
-    assert sequence.needs_prefix_checkpoints
-    sequence.add_prefix_checkpoint()
-    sequence.feed((1, 1), 0)
-    assert sequence.reusable_length(4, 6) == 3
-    sequence.reuse(3)
-    assert_same(sequence.feed((2,), 1), expected_rows(own, [0, 4, 5, 2], 1))
 
 
 def test_a_text_that_is_too_long_in_the_models_own_tokens_is_not_fed() -> None:

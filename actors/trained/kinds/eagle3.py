@@ -196,9 +196,6 @@ class Eagle3(Module):
         projected: mx.array = features if self.config.reads_output else self.fc(features)
         return projected
 
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache() for _ in self.layers]
-
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         """Process positions after the cached ones: (B, W, hidden size) projected features or own hidden states, and
         embeddings of the tokens one position further on. Returns: hidden states for the next positions, and (B, W,
@@ -257,7 +254,7 @@ class Eagle3Reader:
         return self._loaded.model.project(features if self._final_norm is None else self._final_norm(features))
 
     def make_cache(self) -> list[KVCache]:
-        return self._loaded.model.make_cache()
+        return [KVCache() for _ in self._loaded.model.layers]
 
     @property
     def masks(self) -> Masks | None:

@@ -241,47 +241,36 @@ def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
     args = vars(text_model.args)
     config = files.config.get("text_config") or files.config
     _check_target(config, model_type, args, named)
-    return MTPLayers([_layer(files, target, family, args, config, *found) for found in _weights(files, family)])
-
-
-def _layer(
-    files: DrafterFiles,
-    target: Any,
-    family: _Family,
-    args: Mapping[str, Any],
-    config: Mapping[str, Any],
-    number: int,
-    weights: dict[str, mx.array],
-    is_converted: bool,
-) -> MTP:
-    named, hidden_size = files.named, int(args["hidden_size"])
-    norm = weights.get(f"{family.hidden_norm}.weight")
-    if norm is not None and norm.size != hidden_size:
-        raise ModelError(
-            f"{named} reads hidden states of a width of {norm.size}, and those of this target have {hidden_size}"
-        )
-    small = _small_model(family.module, target.args, family.changes(args, config, number))
-    layer = re.compile(family.layers)
-    behind_one = {int(found[1]) for name in weights if layer.groups and (found := layer.match(name))}
-    if len(behind_one) > len(small.layers):
-        raise ModelError(
-            f"{named} has {len(behind_one)} layers behind one projection, and implementations disagree on how to use "
-            f"them; one with {len(small.layers)} is supported"
-        )
-    model = MTP(family, small, args)
-    for part, prefix in (("embedding", _EMBEDDING), ("head", _HEAD)) if family.brings_own else ():
-        if (own := weights.get(f"{prefix}weight")) is None:
-            continue
-        # An index out of bounds would read other memory.
-        if (num_ids := own.shape[0]) < args["vocab_size"]:
+    hidden_size, depths = int(args["hidden_size"]), list[MTP]()
+    for number, weights, is_converted in _weights(files, family):
+        norm = weights.get(f"{family.hidden_norm}.weight")
+        if norm is not None and norm.size != hidden_size:
             raise ModelError(
-                f"the {part} of {files.named} has {num_ids} ids, and its target {args['vocab_size']}; it was made for "
-                "another one"
+                f"{named} reads hidden states of a width of {norm.size}, and those of this target have {hidden_size}"
             )
-        is_head = part == "head"
-        model[part] = Linear(hidden_size, num_ids, bias=False) if is_head else Embedding(num_ids, hidden_size)
-    files.fill(model, _named(family, small, weights, is_converted))
-    return model
+        small = _small_model(family.module, cast(Any, target).args, family.changes(args, config, number))
+        layer = re.compile(family.layers)
+        behind_one = {int(found[1]) for name in weights if layer.groups and (found := layer.match(name))}
+        if len(behind_one) > len(small.layers):
+            raise ModelError(
+                f"{named} has {len(behind_one)} layers behind one projection, and implementations disagree on how to "
+                f"use them; one with {len(small.layers)} is supported"
+            )
+        model = MTP(family, small, args)
+        for part, prefix in (("embedding", _EMBEDDING), ("head", _HEAD)) if family.brings_own else ():
+            if (own := weights.get(f"{prefix}weight")) is None:
+                continue
+            # An index out of bounds would read other memory.
+            if (num_ids := own.shape[0]) < args["vocab_size"]:
+                raise ModelError(
+                    f"the {part} of {named} has {num_ids} ids, and its target {args['vocab_size']}; it was made for "
+                    "another one"
+                )
+            is_head = part == "head"
+            model[part] = Linear(hidden_size, num_ids, bias=False) if is_head else Embedding(num_ids, hidden_size)
+        files.fill(model, _named(family, small, weights, is_converted))
+        depths.append(model)
+    return MTPLayers(depths)
 
 
 def names_a_layer(names: Iterable[str], model_type: str) -> bool:
