@@ -15,7 +15,7 @@ import outcome
 import trio
 
 from actors.model import CachedSequence, Model
-from actors.prefix_cache import CacheHit, PrefixCache, PrefixStore, Source, common_length, pack, packed_beginning
+from actors.prefix_cache import CachedPrefix, CacheHit, PrefixCache, PrefixStore, common_length, pack, packed_beginning
 from actors.prompt_cache import open_continued
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
@@ -26,7 +26,7 @@ from protocol.pass_price import PassPrice
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
-from protocol.trace import Actor as ActorName
+from protocol.trace import ActorName as ActorName
 from protocol.trace import Event, Instant, InstantKind
 
 logger = logging.getLogger("outrider")
@@ -79,7 +79,7 @@ class ActorSession:
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
         self.sequence: CachedSequence | None = None  # the text in the model's cache, while the actor works on it
-        self.beside_another = True  # see `Model.open_sequence`
+        self.alongside_model = True  # see `Model.open_sequence`
         self.is_over = trio.Event()  # set when its work is ended, and the cached sequence closed or kept
         self.is_broken = False  # whether the content of the cache is unknown, so that no other session may use it
         self.may_open = False  # whether nothing is waited for before its sequence is opened
@@ -401,7 +401,7 @@ class ModelActor(Actor[S]):
         num_common = {
             other: session.num_common(other)
             for other in itertools.takewhile(lambda other: other is not session, self._sessions.values())
-            if other.beside_another == session.beside_another and other.settings.reuse_prefix
+            if other.alongside_model == session.alongside_model and other.settings.reuse_prefix
         }
         available = max((min(each, other.num_prompt_cached) for other, each in num_common.items()), default=0)
         awaits = False
@@ -422,7 +422,7 @@ class ModelActor(Actor[S]):
         """Wait for what is stored of a session's prompt, in a task of its own: files are read meanwhile."""
         prompt = session.opened.prompt[: session.opened.num_read + 1]
         try:
-            await store.bring_back(prompt, beside_another=session.beside_another)
+            await store.bring_back(prompt, alongside_model=session.alongside_model)
         except Exception as error:  # of any kind: it must not reach the other sessions
             self._fail(session, error)
         session.is_disk_searched = True
@@ -443,32 +443,36 @@ class ModelActor(Actor[S]):
         self._wake_waiting()
         return hit
 
-    def _opened_sequence(self, session: S, in_use: Sequence[Source], prefix_room: float) -> CacheHit:
+    def _opened_sequence(self, session: S, in_use: Sequence[CachedPrefix], prefix_room: float) -> CacheHit:
         """On the worker's thread. Other prefixes than the session's own make room for it."""
-        path, prompt, beside_another = session.settings.prompt_cache_file, session.opened.prompt, session.beside_another
+        path, prompt, alongside_model = (
+            session.settings.prompt_cache_file,
+            session.opened.prompt,
+            session.alongside_model,
+        )
         if path is None:
             hit = self.prefix_cache.open(
                 prompt[: session.opened.num_read + 1],  # the last of these is fed in any case, for its logits
-                beside_another=beside_another,
+                alongside_model=alongside_model,
                 pass_tokens=session.pass_tokens,
                 in_use=in_use,
                 may_reuse=session.settings.reuse_prefix,
             )
         elif self.name == "target":
-            hit = CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
+            hit = CacheHit(open_continued(self.model, path, alongside_model=alongside_model), 0)
         else:  # it reads only what comes after the file's tokens: that costs speed, not text
-            hit = CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
+            hit = CacheHit(self.model.open_sequence(alongside_model=alongside_model), 0)
         self.prefix_cache.shrink(prefix_room)
         return hit
 
     async def _empty_sequence(self, session: S) -> None:
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
-        sequence, beside_another = session.sequence, session.beside_another
+        sequence, alongside_model = session.sequence, session.alongside_model
         assert sequence is not None
 
         def emptied() -> CachedSequence:  # on the worker's thread
             sequence.close()
-            return self.model.open_sequence(beside_another=beside_another)
+            return self.model.open_sequence(alongside_model=alongside_model)
 
         session.sequence = await self.worker.run(Job("open", emptied, session.id))
         session.notice_loss()
@@ -489,7 +493,7 @@ class ModelActor(Actor[S]):
                 sequence,
                 session.cached_tokens.tokens,
                 tuple(session.state.committed),
-                beside_another=session.beside_another,
+                alongside_model=session.alongside_model,
                 num_prompt=session.opened.num_read + 1,
                 pass_tokens=session.pass_tokens,
             )
@@ -547,7 +551,7 @@ def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> b
     return are_equal or (shared_from is not None and num_common >= shared_from)
 
 
-def _source(other: ActorSession, session: ActorSession) -> Source | None:
+def _source(other: ActorSession, session: ActorSession) -> CachedPrefix | None:
     """The sequence of another session, as far as it holds its prompt; None if it cannot be copied."""
     if (sequence := other.sequence) is None or other.is_broken:
         return None
@@ -559,4 +563,4 @@ def _source(other: ActorSession, session: ActorSession) -> Source | None:
         and other.num_prompt_cached == sequence.length == session.opened.num_read
     )
     packed = packed_beginning(other.packed_prompt, other.num_prompt_cached)
-    return Source(reusable, packed, other.beside_another, other.pass_tokens, has_read_same=has_read_same)
+    return CachedPrefix(reusable, packed, other.alongside_model, other.pass_tokens, has_read_same=has_read_same)

@@ -242,7 +242,7 @@ class Model(Protocol):
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""
 
-    def open_sequence(self, *, beside_another: bool) -> CachedSequence:
+    def open_sequence(self, *, alongside_model: bool) -> CachedSequence:
         """Make an empty sequence, whose passes leave processor time for another model of this process."""
 
 

@@ -50,19 +50,19 @@ class PrefixMatch:
 
 
 @attrs.define(eq=False)
-class Source:
+class CachedPrefix:
     """A sequence that other texts can copy, or take, if it is in the cache."""
 
     sequence: ReusableSequence
     packed: bytes  # the tokens that it holds, or the first ones of them
-    beside_another: bool  # as it was opened; see `PrefixCache.open`
+    alongside_model: bool  # as it was opened; see `PrefixCache.open`
     pass_tokens: int  # see `ReusableSequence.reusable_length`; of its own text
     # Whether it holds just what the present prompt needs, read in the same passes.
     has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
 @attrs.define(eq=False)
-class _Entry(Source):
+class _Entry(CachedPrefix):
     """A sequence in the cache, with its tokens: `num_prompt` of its prompt, and the answer that followed."""
 
     tokens: tuple[int, ...]
@@ -79,7 +79,7 @@ class PrefixStore(Protocol):
     def shrink(self, max_bytes: float) -> None:
         """Drop what is not stored yet, oldest first, until it takes `max_bytes` beside what is being stored."""
 
-    async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
+    async def bring_back(self, prompt: tuple[int, ...], *, alongside_model: bool) -> None:
         """Put what is stored of a prompt into the prefix cache, if that is more; see `PrefixCache.open`."""
 
     async def run(self) -> None:
@@ -113,16 +113,16 @@ class PrefixCache:
         self,
         prompt: tuple[int, ...],
         *,
-        beside_another: bool,
+        alongside_model: bool,
         pass_tokens: int = FIXED_CHUNK_TOKENS,
-        in_use: Sequence[Source] = (),
+        in_use: Sequence[CachedPrefix] = (),
         may_reuse: bool = True,
     ) -> CacheHit:
         """Open a sequence that holds as much of a prompt as some text does, the newest of several: that of a text which
         the prompt continues, else a copy; or a new one. The prompt's last token is never reused: its logits are wanted.
 
         Args:
-            beside_another: as it is opened. A trained drafter needs features, and texts without a drafter record none.
+            alongside_model: as it is opened. A trained drafter needs features, and texts without a drafter record none.
             pass_tokens: see `ReusableSequence.reusable_length`.
             in_use: sequences outside the cache.
             may_reuse: whether the text may use any; if not, it gets a new one.
@@ -131,11 +131,11 @@ class PrefixCache:
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
-        best: Source | None = None
+        best: CachedPrefix | None = None
         num_cached = most_common = most_mismatched = 0
         for source in (*self._entries, *in_use):
             num_common = common_length(source.packed, packed)
-            if not may_reuse or source.beside_another != beside_another:
+            if not may_reuse or source.alongside_model != alongside_model:
                 most_mismatched = max(most_mismatched, num_common)
                 continue
             reusable_length = partial(source.sequence.reusable_length, num_common, num_read)
@@ -146,11 +146,13 @@ class PrefixCache:
             most_common = max(most_common, num_common)
             if num_reusable > 0 and num_reusable >= num_cached:
                 best, num_cached = source, num_reusable
-        evicted = (common_length(text, packed) for text, was_beside in self._evicted if was_beside == beside_another)
+        evicted = (
+            common_length(text, packed) for text, was_alongside in self._evicted if was_alongside == alongside_model
+        )
         counted = max(most_common, most_mismatched)
         missed = max(0, most_mismatched - most_common), max(0, max(evicted, default=0) - counted) if may_reuse else 0
         if best is None:
-            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, *missed)
+            return CacheHit(self._model.open_sequence(alongside_model=alongside_model), 0, most_common, *missed)
         if not isinstance(best, _Entry):
             return CacheHit(best.sequence.copy(num_cached), num_cached, most_common, *missed)
         self._entries.remove(best)
@@ -181,7 +183,7 @@ class PrefixCache:
         cached_tokens: tuple[int, ...],
         committed: Sequence[int],
         *,
-        beside_another: bool,
+        alongside_model: bool,
         num_prompt: int | None = None,
         pass_tokens: int = FIXED_CHUNK_TOKENS,
     ) -> None:
@@ -210,12 +212,12 @@ class PrefixCache:
             raise
         num_tokens, packed, memory = len(cached_tokens), pack(cached_tokens), reusable.memory
         num_prompt = num_tokens if num_prompt is None else num_prompt
-        entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, memory)
+        entry = _Entry(reusable, packed, alongside_model, pass_tokens, cached_tokens, num_prompt, memory)
         if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
             return
         if sum(memory.values()) > self._max_bytes:
-            self._evicted.append((packed, beside_another))
+            self._evicted.append((packed, alongside_model))
             sequence.close()
             return
         if (
@@ -234,7 +236,7 @@ class PrefixCache:
 
     def _share_beginning(self, entry: _Entry) -> None:
         """Have the newest sequence keep what it has in common with another one only once."""
-        alike = [each for each in self._entries[:-1] if each.beside_another == entry.beside_another]
+        alike = [each for each in self._entries[:-1] if each.alongside_model == entry.alongside_model]
         lengths = [common_length(each.packed, entry.packed) for each in alike]
         if max(lengths, default=0) >= MIN_SHARED:
             other = alike[lengths.index(max(lengths))]
@@ -257,7 +259,7 @@ class PrefixCache:
         entry = self._entries.pop(0)
         if self.store is not None:
             self.store.evict(entry.sequence, entry.tokens, entry.num_prompt)
-        self._evicted.append((entry.packed, entry.beside_another))
+        self._evicted.append((entry.packed, entry.alongside_model))
         entry.sequence.close()
 
 
@@ -265,7 +267,7 @@ def _holds(longer: _Entry, shorter: _Entry) -> bool:
     """Whether a sequence can go back to all that another one holds."""
     num_tokens = len(shorter.tokens)
     return (
-        longer.beside_another == shorter.beside_another
+        longer.alongside_model == shorter.alongside_model
         and longer.packed.startswith(shorter.packed)
         and longer.sequence.reusable_length(num_tokens, num_tokens) == num_tokens
     )

@@ -14,7 +14,7 @@ PROBED = (0, 0)
 def probe(model: Model) -> None:
     """Feed two tokens to a new sequence. Raises: ModelError: the model fails (see the cause), or gives no logits."""
     try:
-        sequence = model.open_sequence(beside_another=False)
+        sequence = model.open_sequence(alongside_model=False)
         try:
             logits = sequence.feed(PROBED, len(PROBED))
             check_logits("the model", logits, (len(PROBED), model.vocab_size))

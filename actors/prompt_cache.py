@@ -65,13 +65,13 @@ class ContinuedSequence(MLXSequence):
         return None
 
 
-def open_continued(model: Model, path: str, *, beside_another: bool) -> ContinuedSequence:
+def open_continued(model: Model, path: str, *, alongside_model: bool) -> ContinuedSequence:
     """A sequence that continues a prompt cache file. To be called on the model's thread.
 
     Raises: SessionFileError: the file cannot be read, or is not one of this model with these options of its caches.
     """
     assert isinstance(model, MLXModel)
-    sequence = model.open_sequence_of(ContinuedSequence, beside_another=beside_another)
+    sequence = model.open_sequence_of(ContinuedSequence, alongside_model=alongside_model)
     try:
         sequence.begin(_read(Path(path).expanduser()))
     except (MisfitError, RewindError) as error:

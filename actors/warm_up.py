@@ -195,7 +195,7 @@ async def _time_side_by_side(target: _Timed, drafter: _Timed) -> None:
 
 @asynccontextmanager
 async def _opened(model: Model, worker: Worker, prices: Prices) -> AsyncIterator[_Timed]:
-    sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
+    sequence = await worker.run(Job("warm-up", partial(model.open_sequence, alongside_model=True)))
     try:
         if isinstance(sequence, FeatureInput):
             await worker.run(Job("warm-up", partial(sequence.give_nothing, MAX_TOKENS)))

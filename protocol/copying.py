@@ -13,7 +13,7 @@ from typing import Literal
 import attrs
 
 # A draft model or trained drafter, a copy from earlier in the text, or the grammar that the text must follow.
-Drafter = Literal["model", "copy", "grammar"]
+DraftedBy = Literal["model", "copy", "grammar"]
 
 MAX_MATCH = 16  # the most tokens of a match that are compared: a longer one counts as one of this length
 # How often the token after the only match of 1, 2, … tokens was right, counted over files of Python's standard library
@@ -69,7 +69,7 @@ class Forced:
         return _NUM_COPIED_KINDS + self.doubt
 
 
-def drafter_of_kind(kind: int | None) -> Drafter:
+def drafter_of_kind(kind: int | None) -> DraftedBy:
     """Who has drafted tokens of a kind; None is the model's."""
     if kind is None:
         return "model"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from protocol.copying import Drafter, drafter_of_kind
+from protocol.copying import DraftedBy, drafter_of_kind
 from protocol.errors import ProtocolError
 from protocol.messages import Distribution, Withdraw
 from protocol.randomness import further
@@ -38,7 +38,7 @@ class Guess:
         return self.copy_kind is not None
 
     @property
-    def drafter(self) -> Drafter:
+    def drafter(self) -> DraftedBy:
         """Who has drafted it."""
         return drafter_of_kind(self.copy_kind)
 

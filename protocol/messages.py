@@ -29,7 +29,7 @@ import attrs
 import mlx.core as mx
 from attrs.validators import ge, lt, optional
 
-from protocol.copying import Drafter
+from protocol.copying import DraftedBy
 from protocol.reprs import shown
 from protocol.settings import Settings
 from protocol.stop_strings import Stop
@@ -130,7 +130,7 @@ class Proposal:
     probs: tuple[Distribution | None, ...] = attrs.field(default=(), eq=False, repr=False)
     reach: tuple[float, ...] = attrs.field(default=(), repr=False)
     num_stale: int = 0
-    drafters: tuple[Drafter, ...] = ()
+    drafters: tuple[DraftedBy, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         _check_place(self.session, self.round, self.start)

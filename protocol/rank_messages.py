@@ -62,7 +62,7 @@ class ConnectRanks:
 
 
 @attrs.frozen
-class Loaded:
+class RankLoaded:
     """A rank has loaded its part; digests of what all have in common, by name (`actors.distributed.sharding`)."""
 
     parts: dict[str, str]
@@ -78,7 +78,7 @@ class TextEntry:
 
 
 @attrs.frozen
-class Operation:
+class RankOperation:
     """An operation on the target, which each rank repeats."""
 
     name: str  # of a method of the model, or of a sequence
@@ -88,10 +88,10 @@ class Operation:
 
 
 @attrs.frozen
-class Operations:
+class RankOperations:
     """Operations that follow each other, in one message."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[RankOperation, ...]
 
 
 @attrs.frozen
@@ -134,7 +134,15 @@ class Description:
 
 
 _OfTarget = (
-    OpenTarget | Present | ConnectRanks | Loaded | Operations | Recorded | OperationResult | ForDrafter | CloseTarget
+    OpenTarget
+    | Present
+    | ConnectRanks
+    | RankLoaded
+    | RankOperations
+    | Recorded
+    | OperationResult
+    | ForDrafter
+    | CloseTarget
 )
 RankMessage = Beat | Broken | Hello | Welcome | _OfTarget | Describe | Description
 

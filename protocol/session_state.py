@@ -42,7 +42,7 @@ from typing import Literal
 
 import attrs
 
-from protocol.copying import Drafter
+from protocol.copying import DraftedBy
 from protocol.errors import ProtocolError
 from protocol.messages import Close, Likelihood, Message, Open, Overdue, Proposal, Rest, Rested, Verdict, Withdraw
 
@@ -112,9 +112,9 @@ class Commit:
     finish_reason: FinishReason | None = None
     likelihoods: tuple[Likelihood, ...] = ()
     stop_reason: str | int | None = None
-    drafters: tuple[Drafter, ...] = ()
+    drafters: tuple[DraftedBy, ...] = ()
 
-    def drafted_by(self, index: int) -> Drafter | None:
+    def drafted_by(self, index: int) -> DraftedBy | None:
         """Who drafted the token at an index; None for the target's own."""
         if index >= self.num_from_draft:
             return None

@@ -346,7 +346,7 @@ class Settings:
         return self.draft_temperature
 
     @property
-    def manner(self) -> tuple[object, ...]:
+    def calibration_key(self) -> tuple[object, ...]:
         """What tells apart the settings that have a calibration of their own; see `Prices.calibration`."""
         temperatures = round(self.temperature, 1), round(self.drafting_temperature, 1)
         return self.rule, *temperatures, self.sampler is not None

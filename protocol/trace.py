@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     # Not at run time: this imports MLX, and the command line must not wait for that before it reports an error.
     from protocol.session_state import Commit
 
-Actor = Literal["target", "draft"]
+ActorName = Literal["target", "draft"]
 SpanKind = Literal["load", "warm-up", "probe", "open", "prefill", "draft", "verify", "decode", "close", "save"]
 InstantKind = Literal[
     "open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "overdue", "rejoin", "withdraw", "finish", "cancel"
@@ -42,7 +42,7 @@ class Span:
         shares: the sessions that shared the job; empty for a job of one session or of none.
     """
 
-    actor: Actor
+    actor: ActorName
     kind: SpanKind
     session: int | None
     began: float
@@ -99,7 +99,7 @@ class Instant:
         commit: what a "verdict" committed; None for every other kind.
     """
 
-    actor: Actor
+    actor: ActorName
     kind: InstantKind
     session: int
     at: float

@@ -14,7 +14,7 @@ from protocol.wire import Frames
 MAX_FIRST_BYTES = 64 * 1024  # longest first message of a rank, before it is known to be one
 
 
-class Connection:
+class RankConnection:
     """One end. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 
 import trio
 
-from actors.distributed.connection import Connection
+from actors.distributed.connection import RankConnection
 from actors.remote.link import LinkLostError
 from protocol.errors import RankError
 from protocol.rank_messages import CloseTarget, ForDrafter, RankMessage
@@ -23,7 +23,7 @@ from protocol.rank_messages import CloseTarget, ForDrafter, RankMessage
 class DraftRankLink:
     """One end of the link; see `Link`. The group's thread receives, and watches the other rank's heartbeats."""
 
-    def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, rank: int, connection: RankConnection, *, drop: Callable[[], None] = lambda: None) -> None:
         """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once it is broken."""
         self.rank = rank  # at the other end
         self.name = f"rank {rank}"  # of the rank

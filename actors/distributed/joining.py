@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import mlx.core as mx
 
-from actors.distributed.connection import Connection
+from actors.distributed.connection import RankConnection
 from actors.distributed.rank_address import RankAddress, rank_address
 from actors.distributed.rank_group import RankGroup
 from actors.remote.link import SILENCE_S
@@ -69,7 +69,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, Connection]:
+def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, RankConnection]:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         # A name may have addresses of both families, and not every other rank may reach IPv6.
@@ -80,7 +80,7 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
             f"rank 0 cannot listen at {address.host}:{address.port} for the other ranks: {error.strerror}; set "
             "OUTRIDER_CONTROL to a free host:port on every rank"
         ) from error
-    connections: dict[int, Connection] = {}
+    connections: dict[int, RankConnection] = {}
     try:
         with listener:
             while len(connections) < address.size - 1:
@@ -108,9 +108,11 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
     return connections
 
 
-def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, Connection], deadline: float) -> None:
+def _receive_hello(
+    connected: socket.socket, own: Hello, connections: dict[int, RankConnection], deadline: float
+) -> None:
     """Take a rank's first message. Something else that connects, such as a port scanner, is ignored."""
-    connection = Connection(connected, SILENCE_S)
+    connection = RankConnection(connected, SILENCE_S)
     message: RankMessage | None
     try:
         message = connection.receive_first(deadline)
@@ -132,7 +134,7 @@ def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, 
             )
 
 
-def _reach(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> Connection:
+def _reach(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> RankConnection:
     """Connect to rank 0, which may start later, and wait until it has all ranks."""
     where = f"rank 0 at {address.host}:{address.port}"
     while True:
@@ -143,7 +145,7 @@ def _reach(address: RankAddress, hello: Hello, deadline: float, timeout_s: float
             if time.monotonic() + RETRY_S > deadline:
                 raise RankError(f"{where} cannot be reached within {timeout_s:g} s ({error}); start it") from error
             time.sleep(RETRY_S)
-    connection = Connection(connected, max(0.001, deadline - time.monotonic()) + SILENCE_S)
+    connection = RankConnection(connected, max(0.001, deadline - time.monotonic()) + SILENCE_S)
     try:
         connection.send(hello)
         answer = connection.receive()

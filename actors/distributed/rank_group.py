@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import outcome
 
-from actors.distributed.connection import Connection
+from actors.distributed.connection import RankConnection
 from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.rank_address import left_out
 from actors.remote.link import BEAT_S, SILENCE_S
@@ -49,16 +49,16 @@ class RankGroup:
         drafter: the link between rank 0 and the rank that drafts for it, at either end; None if there is none.
     """
 
-    def __init__(self, rank: int, size: int, connections: Mapping[int, Connection]) -> None:
+    def __init__(self, rank: int, size: int, connections: Mapping[int, RankConnection]) -> None:
         """Take over the connections, by the rank at the other end, and watch them."""
         self.rank, self.size = rank, size
         self.mlx: mx.distributed.Group | None = None
         self.is_led = False
         self.drafter: DraftRankLink | None = None
         self._mlx_without: int | None = None
-        self._connections: Mapping[int, Connection] = dict(connections)
+        self._connections: Mapping[int, RankConnection] = dict(connections)
         self._inbox: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
-        self._dropped: list[Connection] = []  # for the thread to close
+        self._dropped: list[RankConnection] = []  # for the thread to close
         self._lock = threading.Lock()
         # The first is set before the callbacks are called, the second after that.
         self._failure: RankError | None = None
@@ -312,7 +312,7 @@ class RankGroup:
         for connection in (*self._connections.values(), *self._dropped):
             connection.close()
 
-    def _take_from(self, rank: int, connection: Connection) -> None:
+    def _take_from(self, rank: int, connection: RankConnection) -> None:
         try:
             messages = connection.receive_available()
         except (OSError, ProtocolError) as error:

@@ -22,12 +22,12 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
+from actors.mlx.sequence_state import SequenceRecord, SequenceState, StateRecorder, recall
 from actors.model import Feed, ReusableSequence
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
-from protocol.rank_messages import Operation, OperationResult, Operations
+from protocol.rank_messages import OperationResult, RankOperation, RankOperations
 from protocol.text_ledger import TextLedger
 
 
@@ -41,7 +41,7 @@ class Announcer:
         self.unused_states: deque[int] = deque()
         self.numbers = count()  # for sequences and states
         self._is_inside = False
-        self._held_back: list[Operation] = []
+        self._held_back: list[RankOperation] = []
 
     @property
     def followers(self) -> list[int]:
@@ -57,7 +57,7 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce the operation that the block runs; see `Operation`. Those inside it are not announced: each rank
+        """Announce the operation that the block runs; see `RankOperation`. Those inside it are not announced: each rank
         calls them. `reads` are the sequences that a pass reads. With `holds_back`, it may wait for the next one.
 
         Yields: whether this is the outermost one. Raises: RankError: the group is broken, or the operation has failed,
@@ -69,11 +69,11 @@ class Announcer:
         self.group.check()
         if self.group.rank == 0:
             while self.unused_states:
-                self._held_back.append(Operation("drop_state", None, (self.unused_states.popleft(),)))
-            self._held_back.append(Operation(name, sequence, arguments, tuple(map(self.ledger.entry, reads))))
+                self._held_back.append(RankOperation("drop_state", None, (self.unused_states.popleft(),)))
+            self._held_back.append(RankOperation(name, sequence, arguments, tuple(map(self.ledger.entry, reads))))
             if not holds_back:
                 held_back, self._held_back = self._held_back, []
-                self.group.send(Operations(tuple(held_back)), to_target=True)
+                self.group.send(RankOperations(tuple(held_back)), to_target=True)
         self._is_inside = True
         try:
             yield True
@@ -236,9 +236,9 @@ class ShardedModel(MLXModel):
     def num_ranks(self) -> int:
         return 1 + len(self._announcer.followers)
 
-    def open_sequence(self, *, beside_another: bool, number: int | None = None) -> ShardedSequence:
+    def open_sequence(self, *, alongside_model: bool, number: int | None = None) -> ShardedSequence:
         """As `MLXModel`'s; `number` is that at rank 0, if this is another rank."""
-        sequence = super().open_sequence_of(ShardedSequence, beside_another=beside_another)
+        sequence = super().open_sequence_of(ShardedSequence, alongside_model=alongside_model)
         sequence.enter(self._announcer, next(self._announcer.numbers) if number is None else number)
         return sequence
 
@@ -247,7 +247,7 @@ class ShardedModel(MLXModel):
         """What each of this rank's sequences was fed."""
         return self._announcer.ledger
 
-    def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
+    def open_sequence_of(self, kind: type[S], *, alongside_model: bool) -> S:
         """Raises: SessionFileError: always, since the other ranks have sequences of one class."""
         raise SessionFileError("the target is sharded over several ranks, which cannot continue a prompt cache file")
 
@@ -316,7 +316,7 @@ class ShardedModel(MLXModel):
     def time_exchange(self, width: int, repeats: int) -> Exchange:
         """What a pass over `width` tokens exchanges with the other ranks, timed `repeats` times."""
         with self._announcer.announced("time_exchange", None, width, repeats):
-            return time_exchange(super().open_sequence_of(MLXSequence, beside_another=False), width, repeats)
+            return time_exchange(super().open_sequence_of(MLXSequence, alongside_model=False), width, repeats)
 
 
 def _number(sequence: Any) -> int:
@@ -333,9 +333,9 @@ class FollowingModel:
         self._sequences: dict[int, ShardedSequence] = {}
         # This rank's parts of states that rank 0 has taken, and those that are being copied for a file.
         self._states: dict[int, SequenceState] = {}
-        self._recorders: dict[int, Recorder] = {}
+        self._recorders: dict[int, StateRecorder] = {}
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: RankOperation) -> None:
         """Repeat an operation, without logits: only rank 0 chooses tokens. Raises: RankError: it is out of step."""
         for text in operation.texts:
             own, length = self._model.ledger.entry(text.sequence), self._sequences[text.sequence].length
@@ -374,7 +374,7 @@ class FollowingModel:
                         f"{obstacle or 'they can'}"
                     )
             case "open", ():
-                sequences[number] = model.open_sequence(beside_another=False, number=number)
+                sequences[number] = model.open_sequence(alongside_model=False, number=number)
                 sequences[number].recorded.want(False)
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
@@ -403,7 +403,7 @@ class FollowingModel:
         """Copy the next layer of a state, and send it to rank 0, unless all were sent: other ranks may have more."""
         if is_first:
             assert self._group.mlx is not None
-            self._recorders[state] = Recorder(self._states[state], "target", rank=self._group.mlx.rank())
+            self._recorders[state] = StateRecorder(self._states[state], "target", rank=self._group.mlx.rank())
         if (recorder := self._recorders.get(state)) is not None and send_step(recorder, self._group, self._identity):
             del self._recorders[state]
 

@@ -33,7 +33,7 @@ MakePolicy = Callable[[Settings, Prices], Policy]
 
 def policy_by_settings(settings: Settings, prices: Prices, work_ahead: WorkAhead = "auto") -> Policy:
     """The policy that a session's settings ask for. See `policy_for`."""
-    return policy_for(settings.lookahead, prices, settings.manner, work_ahead)
+    return policy_for(settings.lookahead, prices, settings.calibration_key, work_ahead)
 
 
 class DrafterSession(ActorSession):

@@ -55,14 +55,14 @@ _hands_on_last = contextvars.ContextVar[bool]("hands_on_last", default=False)
 _last_has_run = contextvars.ContextVar[bool | None]("last_has_run", default=None)
 
 
-def _pipeline(*, waits_beside_another: bool) -> OnLayer:
+def _pipeline(*, waits_alongside_model: bool) -> OnLayer:
     in_flight: deque[Any] = deque()
 
     def submit(result: Any) -> None:
         CORES.update()
         mx.async_eval(result)
         in_flight.append(result)
-        max_unfinished = 0 if waits_beside_another and CORES.num_computing > 1 else MAX_LAYERS_IN_FLIGHT - 1
+        max_unfinished = 0 if waits_alongside_model and CORES.num_computing > 1 else MAX_LAYERS_IN_FLIGHT - 1
         while len(in_flight) > max_unfinished:
             mx.eval(in_flight.popleft())
 
@@ -74,7 +74,7 @@ def evaluating(evaluation: LayerEvaluation) -> Iterator[None]:
     """While in force, for one pass, set when this thread evaluates its layers; see `evaluating_layers`."""
     on_layer: OnLayer | None = None
     if evaluation is not LayerEvaluation.WHOLE:
-        on_layer = _pipeline(waits_beside_another=evaluation is LayerEvaluation.WAITING)
+        on_layer = _pipeline(waits_alongside_model=evaluation is LayerEvaluation.WAITING)
     with _set(_on_layer, on_layer), _set(_last_has_run, False):
         yield
 

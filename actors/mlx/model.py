@@ -161,14 +161,14 @@ class MLXModel(SharedPasses):
             by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return by_name
 
-    def open_sequence(self, *, beside_another: bool) -> MLXSequence:
-        return self.open_sequence_of(MLXSequence, beside_another=beside_another)
+    def open_sequence(self, *, alongside_model: bool) -> MLXSequence:
+        return self.open_sequence_of(MLXSequence, alongside_model=alongside_model)
 
-    def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
+    def open_sequence_of(self, kind: type[S], *, alongside_model: bool) -> S:
         """As `open_sequence`, with a class of the caller's choice."""
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
-        layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
+        layer_evaluation = (self._layer_evaluation or by_device) if alongside_model else LayerEvaluation.WHOLE
         return kind(
             self.module,
             self._options,

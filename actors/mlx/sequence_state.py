@@ -113,7 +113,7 @@ class OtherParts(Protocol):
         """Copy them on the model's thread, one layer a step. Yields None, and in the end the parts, from rank 1 on."""
 
 
-class Recorder:
+class StateRecorder:
     """Copies the state of a sequence for a file, on the model's thread; layer by layer, with other work in between."""
 
     def __init__(self, sequence: SequenceState, name: str, *, rank: int = 0) -> None:
@@ -180,7 +180,7 @@ class Recorder:
 
 def record(sequence: SequenceState, name: str) -> SequenceRecord:
     """The state of a sequence, for a file, in one go."""
-    recorder = Recorder(sequence, name)
+    recorder = StateRecorder(sequence, name)
     while (recorded := recorder.step()) is None:
         pass
     return recorded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.distributed.rank_group import RankGroup
-from actors.mlx.sequence_state import Recorder, SequenceRecord
+from actors.mlx.sequence_state import SequenceRecord, StateRecorder
 from protocol.errors import RankError
 from protocol.rank_messages import OperationResult, Recorded
 
@@ -60,7 +60,7 @@ def receive_record(group: RankGroup) -> SequenceRecord:
     return part
 
 
-def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
+def send_step(recorder: StateRecorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
     """Copy the next layer of this rank's part to rank 0. True after the last, sent with the model's fingerprint."""
     record = recorder.step()
     description = None if record is None else {**record.description, "fingerprint": fingerprint}

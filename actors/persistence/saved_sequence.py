@@ -13,13 +13,13 @@ import attrs
 from actors.actor import ModelActor
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, StatefulSequence, recall
+from actors.mlx.sequence_state import SequenceRecord, SequenceState, StatefulSequence, StateRecorder, recall
 from actors.persistence.fingerprint import Fingerprint, fingerprint
 from actors.prefix_cache import PrefixCache
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError
 from protocol.errors import OutriderError, RewindError, SessionFileError
-from protocol.trace import Actor as ActorName
+from protocol.trace import ActorName as ActorName
 
 logger = logging.getLogger("outrider")
 
@@ -46,7 +46,7 @@ class FilledSequence:
 
     sequence: StatefulSequence
     tokens: tuple[int, ...]
-    beside_another: bool
+    alongside_model: bool
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...]) -> SavedModelState:
@@ -63,7 +63,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...]) -> SavedModelState
 
 async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
     """Copy a state for a file, layer by layer, with other work in between. Cancellation: waits for the running job."""
-    recorder = Recorder(state, actor.name)
+    recorder = StateRecorder(state, actor.name)
     while (recorded := await _run(actor, Job("save", recorder.step))) is None:
         pass
     return recorded
@@ -74,13 +74,13 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
     return await _run(actor, Job("save", partial(_fingerprint, _savable(actor))))
 
 
-async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
+async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, alongside_model: bool) -> FilledSequence:
     """A new sequence of an actor's model with a state from a file, before `keep`. Cancellation: waits for the job.
 
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     with _misfits_named(actor):
-        return await _run(actor, Job("open", partial(_fill, _savable(actor), recorded, beside_another)))
+        return await _run(actor, Job("open", partial(_fill, _savable(actor), recorded, alongside_model)))
 
 
 async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
@@ -93,12 +93,12 @@ async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     await _run(actor, Job("close", partial(_put, await actor.settled_prefix_cache(), filled)))
 
 
-async def restore(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> None:
+async def restore(actor: ModelActor[Any], recorded: SequenceRecord, *, alongside_model: bool) -> None:
     """`fill` and `keep` in one job, which leaves nothing behind if nobody waits for its end."""
     prefix_cache = await actor.settled_prefix_cache()
 
     def call() -> None:
-        _put(prefix_cache, _fill(_savable(actor), recorded, beside_another))
+        _put(prefix_cache, _fill(_savable(actor), recorded, alongside_model))
 
     with _misfits_named(actor):
         await _run(actor, Job("open", call))
@@ -145,7 +145,7 @@ def _find(
 
 def _cut(model: SavableModel, state: SequenceState, length: int) -> SequenceState | None:
     """The first `length` tokens or fewer of a state, as far as caches can go back; the rest is another text's."""
-    with closing(model.open_sequence(beside_another=False)) as sequence:
+    with closing(model.open_sequence(alongside_model=False)) as sequence:
         sequence.put_state(state)
         tokens = state.tokens[:length]
         tokens = sequence.settle(tokens, tokens)
@@ -155,19 +155,19 @@ def _cut(model: SavableModel, state: SequenceState, length: int) -> SequenceStat
         return sequence.take_state(tokens[:num_reusable])
 
 
-def _fill(model: SavableModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
+def _fill(model: SavableModel, recorded: SequenceRecord, alongside_model: bool) -> FilledSequence:
     state = recall(recorded)
-    sequence = model.open_sequence(beside_another=beside_another)
+    sequence = model.open_sequence(alongside_model=alongside_model)
     try:
         sequence.put_state(state)
     except (MisfitError, RewindError):
         sequence.close()
         raise
-    return FilledSequence(sequence, state.tokens, beside_another)
+    return FilledSequence(sequence, state.tokens, alongside_model)
 
 
 def _put(prefix_cache: PrefixCache, filled: FilledSequence) -> None:
-    prefix_cache.put(filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another)
+    prefix_cache.put(filled.sequence, filled.tokens, filled.tokens, alongside_model=filled.alongside_model)
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:

@@ -19,7 +19,7 @@ from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Res
 from protocol.prices import OF_DRAFTER, Measurement, Prices
 from protocol.session_state import SessionPhase, SessionState
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.trace import Actor as ActorName
+from protocol.trace import ActorName as ActorName
 from protocol.trace import Event, Span
 
 logger = logging.getLogger("outrider")

@@ -28,7 +28,7 @@ MAX_SCORED_LOGITS = 2**24
 
 
 @attrs.define(eq=False)
-class Reading:
+class PromptReading:
     """The prompts that are being read, in the order in which they have their turns."""
 
     _model: Model

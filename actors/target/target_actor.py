@@ -18,7 +18,7 @@ from actors.session import Session
 from actors.target.drafter_link import DrafterLink
 from actors.target.pass_prices import PassPrices, num_computed_by, passes_in_a_row
 from actors.target.passes import Passes, RowResult
-from actors.target.reading import Reading
+from actors.target.reading import PromptReading
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
@@ -88,7 +88,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._pass_prices = PassPrices(prices, worker)
         self._running: _Running | None = None
         self._texts: dict[int, TargetSession] = {}  # whose rounds are run, by id
-        self._reading = Reading(model, worker, self.chunk_size, max_batch, self._begin_text)
+        self._reading = PromptReading(model, worker, self.chunk_size, max_batch, self._begin_text)
         self._brief_jobs: dict[TargetSession, BriefJob] = {}
         # A session whose prompt is read is in `_ready` if its next round can begin, in the order in which they became
         # ready, else in `_waiting`, for its drafter or consumer.
@@ -118,7 +118,7 @@ class TargetActor(ModelActor[TargetSession]):
     def _new_session(self, shared: Session) -> TargetSession:
         session = TargetSession(shared)
         # A text to score is opened as drafted ones are, so that each can reuse the other's cached prefix.
-        session.beside_another = self.drafter.has_model and (shared.opened.drafted or shared.opened.num_scored > 0)
+        session.alongside_model = self.drafter.has_model and (shared.opened.drafted or shared.opened.num_scored > 0)
         return session
 
     def _look_at(self, session: TargetSession) -> None:

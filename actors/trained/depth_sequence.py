@@ -24,7 +24,7 @@ from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence_state import SequenceState
 from actors.rows import RowPool, Rows, RowText
 from actors.trained.positioned_rows import PositionedRows
-from actors.trained.shared_reading import Part, Reading, SharedPass, read_alone
+from actors.trained.shared_reading import ReadingPart, SharedPass, SharedReading, read_alone
 from actors.trained.trained_sequence import (
     DrafterReader,
     TrainedSequence,
@@ -319,12 +319,12 @@ class DepthSequence(TrainedSequence):
             # Also those of earlier rounds, in which nothing was drafted that reads them.
             mx.eval([piece for rows in self._hidden for piece in rows.pieces[-1:]])
 
-    def _read_text(self) -> Reading[None]:
+    def _read_text(self) -> SharedReading[None]:
         for module in range(len(self._texts)):
             yield from self._advance(module, min(self._num_known, len(self._tokens) - 1 - module))
         mx.eval([text.arrays for text in self._texts])
 
-    def _logits(self, position: int) -> Reading[mx.array]:
+    def _logits(self, position: int) -> SharedReading[mx.array]:
         depth, logits = position - self._num_known, None
         if self._begin < position and self._begin < self._num_known:
             if depth <= 0:
@@ -338,7 +338,7 @@ class DepthSequence(TrainedSequence):
                 logits = yield from self._advance(module, position - module)
         return mx.zeros((1, self._first.vocab_size)) if logits is None else logits
 
-    def _advance(self, module: int, end: int, num_rows: int = 1) -> Reading[mx.array | None]:
+    def _advance(self, module: int, end: int, num_rows: int = 1) -> SharedReading[mx.array | None]:
         """Have a module read the positions before `end`. Returns: the last rows of logits; None if nothing was read."""
         rows: mx.array | None = None
         while (begin := self._begin + self._texts[module].length) < end:
@@ -360,14 +360,14 @@ class DepthSequence(TrainedSequence):
                 mx.eval(given, self._texts[module].arrays)
         return None if rows is None else rows[-num_rows:]
 
-    def _part(self, module: int, first_token: int, hidden: mx.array) -> Part[ModulePart]:
+    def _part(self, module: int, first_token: int, hidden: mx.array) -> ReadingPart[ModulePart]:
         """A module's pass over hidden states, with the tokens from a position on."""
         tokens = self._tokens[first_token : first_token + hidden.shape[0]]
         if (masks := self._masks) is not None:
             masked = masks.hidden().astype(hidden.dtype)
             hidden = mx.concatenate([hidden, mx.repeat(masked, masks.num_masks, axis=0)])
             tokens += [masks.token] * masks.num_masks
-        return Part(self._passes[module], ModulePart(self._texts[module], hidden, tokens, self._num_parallel))
+        return ReadingPart(self._passes[module], ModulePart(self._texts[module], hidden, tokens, self._num_parallel))
 
     def _entering(self, module: int, begin: int, end: int) -> mx.array:
         """The hidden states that a module reads at some positions: those that are known, at least one."""

@@ -101,7 +101,7 @@ class TrainedDrafter(FeedsEach):
         """The same drafter, loaded once more and quantised."""
         return self._load(quantize=settings)
 
-    def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
+    def open_sequence(self, *, alongside_model: bool) -> TrainedSequence:
         return self._open_sequence()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
@@ -139,7 +139,7 @@ class TrainedDrafter(FeedsEach):
     def _probed(self, *, shared: bool) -> list[mx.array]:
         """Logits of two texts of different lengths, over passes of different widths."""
         logits: list[mx.array] = []
-        sequences = [self.open_sequence(beside_another=False) for _ in _PROBES]
+        sequences = [self.open_sequence(alongside_model=False) for _ in _PROBES]
         for seed, (sequence, (num_read, widths)) in enumerate(zip(sequences, _PROBES, strict=True)):
             shape = (num_read + sum(widths), sequence.feature_width)
             sequence.give(0, mx.random.normal(shape, key=mx.random.key(seed)))

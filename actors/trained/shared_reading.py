@@ -37,17 +37,17 @@ class SharedPass(ABC, Generic[P]):
 
 
 @attrs.frozen(eq=False)
-class Part(Generic[P]):
+class ReadingPart(Generic[P]):
     """One text's part in a pass."""
 
     of: SharedPass[P]
     inputs: P
 
 
-Reading = Generator[Part[Any], Any, T]
+SharedReading = Generator[ReadingPart[Any], Any, T]
 
 
-def read_alone(reading: Reading[T]) -> T:
+def read_alone(reading: SharedReading[T]) -> T:
     """Compute a reading by passes of its own. Returns: what it returns."""
     result = None
     while True:
@@ -59,10 +59,10 @@ def read_alone(reading: Reading[T]) -> T:
         result = part.of.alone(part.inputs)
 
 
-def read_together(readings: Sequence[Reading[T]]) -> list[T]:
+def read_together(readings: Sequence[SharedReading[T]]) -> list[T]:
     """Compute readings, each pass for all that need it by then. Returns: what each returns."""
     found: dict[int, T] = {}
-    parts: dict[int, Part[Any]] = {}
+    parts: dict[int, ReadingPart[Any]] = {}
 
     def send(index: int, result: Any) -> None:
         try:

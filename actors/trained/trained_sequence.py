@@ -15,7 +15,7 @@ from actors.mlx.sequence_state import SequenceState, StatefulSequence
 from actors.model import RewindMode
 from actors.prefix_cache import common_length, pack
 from actors.trained.feature_input import FeatureInput
-from actors.trained.shared_reading import Reading, read_alone
+from actors.trained.shared_reading import SharedReading, read_alone
 from protocol.errors import RewindError
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
@@ -70,7 +70,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         """Logits are all zero where nothing can be predicted."""
         return read_alone(self.reading(tokens, num_logits))
 
-    def reading(self, tokens: tuple[int, ...], num_logits: int) -> Reading[mx.array | None]:
+    def reading(self, tokens: tuple[int, ...], num_logits: int) -> SharedReading[mx.array | None]:
         """As `feed`, in passes that others may share."""
         self._tokens += tokens
         self._look_at_arrived()
@@ -150,12 +150,12 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     def _look_at(self, start: int, features: mx.array) -> None:
         """Take the features of positions from `start` on. Some may be known already, or some before them be missing."""
 
-    def _read_text(self) -> Reading[None]:
+    def _read_text(self) -> SharedReading[None]:
         """Read what can be read without logits."""
         yield from ()
 
     @abstractmethod
-    def _logits(self, position: int) -> Reading[mx.array]:
+    def _logits(self, position: int) -> SharedReading[mx.array]:
         """(n, V) logits after the token at a position, and after some of those that follow it, n >= 1; lazy."""
 
 

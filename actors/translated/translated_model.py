@@ -46,7 +46,7 @@ class TokenTables:
 
 
 @attrs.frozen
-class Reading:
+class TranslatedTokens:
     """Tokens of the target, translated to be fed to the model."""
 
     tokens: tuple[int, ...]  # the model's own
@@ -84,7 +84,7 @@ class TranslatedSequence(ReusableSequence):
         self._own_lengths.append(self._own_lengths[-1] + 1)
         return self._tables.translated(rows)
 
-    def read(self, tokens: tuple[int, ...], num_logits: int) -> Reading:
+    def read(self, tokens: tuple[int, ...], num_logits: int) -> TranslatedTokens:
         """What to feed the model for tokens after the cached ones; see `feed`."""
         self._follow_own()
         begin = self._own_lengths[-1]
@@ -93,11 +93,13 @@ class TranslatedSequence(ReusableSequence):
         self._check_context(ends[-1])
         own_tokens = tuple(chain.from_iterable(readings))
         if num_logits == 0:
-            return Reading(own_tokens, ends, 0, ())
+            return TranslatedTokens(own_tokens, ends, 0, ())
         first = ends[-num_logits]
-        return Reading(own_tokens, ends, ends[-1] - first + 1, tuple(end - first for end in ends[-num_logits:]))
+        return TranslatedTokens(
+            own_tokens, ends, ends[-1] - first + 1, tuple(end - first for end in ends[-num_logits:])
+        )
 
-    def take_rows(self, reading: Reading, rows: mx.array) -> mx.array:
+    def take_rows(self, reading: TranslatedTokens, rows: mx.array) -> mx.array:
         """Count what was read. Returns: the wanted rows of logits, translated: (n, V) of the target's tokens; lazy."""
         self._own_lengths += reading.ends
         if len(reading.wanted) < reading.num_rows:
@@ -233,6 +235,6 @@ class TranslatedModel(FeedsEach):
     def abandon_shared(self) -> None:
         self._model.abandon_shared()
 
-    def open_sequence(self, *, beside_another: bool) -> TranslatedSequence:
-        own = self._model.open_sequence(beside_another=beside_another)
+    def open_sequence(self, *, alongside_model: bool) -> TranslatedSequence:
+        own = self._model.open_sequence(alongside_model=alongside_model)
         return TranslatedSequence(own, self._tables, self._model.context_length)

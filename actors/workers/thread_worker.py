@@ -19,7 +19,7 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_pool import run_on_thread
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import OutriderError
-from protocol.trace import Actor, Event, Span
+from protocol.trace import ActorName, Event, Span
 
 logger = logging.getLogger("outrider")
 
@@ -58,7 +58,7 @@ class ThreadWorker:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: ActorName,
         on_event: Callable[[Event], None] | None = None,
         *,
         may_be_given_up: bool = False,

@@ -24,7 +24,7 @@ from protocol.reprs import shown
 if TYPE_CHECKING:
     from runtime.bridge.runtime import Completions, Conversation, Runtime, TokenStream
     from runtime.engine.opening import OpenArguments
-    from runtime.loading.model_sources import Source
+    from runtime.loading.model_sources import ModelSource
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
@@ -32,7 +32,7 @@ __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "
 _HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream")
 
 
-def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Opening:
+def open(target: ModelSource = MISSING, draft: ModelSource | None = None, **options: Unpack[OpenArguments]) -> Opening:
     """`runtime.open` for asyncio: load the models, and serve them until the runtime is closed.
 
     `async with runtime.aio.open(…) as rt` closes the runtime at the end of the block; `rt = await
@@ -57,7 +57,7 @@ def open(target: Source = MISSING, draft: Source | None = None, **options: Unpac
 class Opening:
     """A runtime that is about to open: an awaitable and an async context manager, made by `open`."""
 
-    def __init__(self, target: Source, draft: Source | None, options: dict[str, Any]) -> None:
+    def __init__(self, target: ModelSource, draft: ModelSource | None, options: dict[str, Any]) -> None:
         self._target = target
         self._draft = draft
         self._options = options

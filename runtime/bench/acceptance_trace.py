@@ -25,18 +25,18 @@ from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
 from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Cases, Progress, without_repeats
-from runtime.bench.contenders import Prompts
-from runtime.bench.figures import Report, Row, column
+from runtime.bench.benchmark import Benchmark, Cases, OnProgress, without_repeats
+from runtime.bench.contenders import PromptIds
+from runtime.bench.figures import Report, TableRow, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.generation.grammar import Grammar
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 from runtime.terminal.display import write_file
 
 DEPTH = 8  # tokens that the drafter drafts from a position on
 SHOWN_DEPTHS = ("first", "second", "third", "fourth")
 
-Drafted = tuple[int, float]  # a token, and the drafter's confidence in it, in [0, 1]
+DraftedToken = tuple[int, float]  # a token, and the drafter's confidence in it, in [0, 1]
 ForcedToken = tuple[int, int]  # a token and its doubt, as of `protocol.copying.Forced`
 
 
@@ -55,7 +55,7 @@ class TracedText:
     category: str
     prompt: tuple[int, ...]
     text: tuple[int, ...]
-    drafts: tuple[tuple[Drafted, ...], ...]
+    drafts: tuple[tuple[DraftedToken, ...], ...]
     forced: tuple[tuple[ForcedToken, ...], ...] = ()
     forbidden: tuple[tuple[int, ...], ...] = ()
 
@@ -66,14 +66,14 @@ class TracedText:
 
 
 def traced(
-    category: str, prompt: Sequence[int], text: Sequence[int], rounds: Iterable[tuple[int, Sequence[Drafted]]]
+    category: str, prompt: Sequence[int], text: Sequence[int], rounds: Iterable[tuple[int, Sequence[DraftedToken]]]
 ) -> TracedText:
     """The trace of a text whose rounds began at some of its positions with these drafts.
 
     Where the token was drafted by an earlier round, the choices are those of that round: a trained drafter, which had
     fewer hidden states of the target then, might do better.
     """
-    drafts: list[tuple[Drafted, ...]] = [()] * len(text)
+    drafts: list[tuple[DraftedToken, ...]] = [()] * len(text)
     for begin, chain in rounds:
         for place, ((token, _), actual) in enumerate(zip(chain, text[begin:], strict=False)):
             drafts[begin + place] = tuple(chain[place:])
@@ -106,7 +106,7 @@ def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
 class _RecordingPolicy(ChainPolicy):
     """Proposes what the drafter itself has drafted, without copies and forced tokens, and notes it."""
 
-    rounds: list[tuple[int, list[Drafted]]] = attrs.field(factory=list)  # positions in the whole text, and drafts
+    rounds: list[tuple[int, list[DraftedToken]]] = attrs.field(factory=list)  # positions in the whole text, and drafts
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
         return []
@@ -133,7 +133,7 @@ class AcceptanceTrace(Benchmark):
         if self.temperature > 0:
             raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={self.temperature:g}")
 
-    async def measure(self, target: Source, *drafts: Source, **options: Any) -> dict[str, Any]:
+    async def measure(self, target: ModelSource, *drafts: ModelSource, **options: Any) -> dict[str, Any]:
         """Decode all prompts, and write the texts that are finished, also upon a cancellation; see `Benchmark.measure`.
 
         Raises: SettingsError: the drafter has no model; OutputError: of the file.
@@ -148,9 +148,9 @@ class AcceptanceTrace(Benchmark):
             self._num_written = len(self._texts)
         return self.result()
 
-    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+    async def _prepare(self, models: LoadedModels, prompts: PromptIds, on_progress: OnProgress) -> Cases:
         """Do everything: there is nothing to measure afterwards."""
-        rounds = list[tuple[int, list[Drafted]]]()
+        rounds = list[tuple[int, list[DraftedToken]]]()
 
         def make_policy(settings: Settings, prices: Prices) -> _RecordingPolicy:
             return _RecordingPolicy(DEPTH, overlaps=False, rounds=rounds)
@@ -209,7 +209,7 @@ class AcceptanceTrace(Benchmark):
         return Report(sections, [("Acceptance", figures.table(rows, columns))], [note])
 
 
-def _row(kind: str, texts: Sequence[TracedText]) -> Row:
+def _row(kind: str, texts: Sequence[TracedText]) -> TableRow:
     places = [(len(text.drafts[at]), text.num_right(at)) for text in texts for at in range(len(text.text))]
     acceptance = []
     for depth in range(len(SHOWN_DEPTHS)):

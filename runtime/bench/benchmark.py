@@ -18,13 +18,13 @@ from protocol.reprs import shown
 from protocol.settings import settings_from
 from protocol.validation import check_integer, check_integers, must_be, validator
 from runtime.bench import figures
-from runtime.bench.contenders import Contender, Length, Prompts, Run
-from runtime.bench.figures import Report, Row
+from runtime.bench.contenders import Contender, Length, PromptIds, Run
+from runtime.bench.figures import Report, TableRow
 from runtime.bench.loaded_models import ONLY_DRAFT, TARGET, LoadedModels, load_models
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 MIN_TOKENS = 16
 
 T = TypeVar("T")
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ class Case:
 
     name: str  # in a progress line
     contenders: Sequence[Contender]
-    prompts: Prompts
+    prompts: PromptIds
     length: Length
     expected: Sequence[tuple[int, ...]] | None = None
 
@@ -111,7 +111,7 @@ class Benchmark(ABC):
     # --- what each benchmark decides --------------------------------------------------------------
 
     @abstractmethod
-    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+    async def _prepare(self, models: LoadedModels, prompts: PromptIds, on_progress: OnProgress) -> Cases:
         """The cases. `prompts` are the first turns."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Benchmark(ABC):
         """A contender's median over that of another one."""
         return figures.ratio(figures.median(self.values(contender, cases)), figures.median(self.values(other, cases)))
 
-    def same_texts(self, contender: Contender, cases: Sequence[int]) -> Row:
+    def same_texts(self, contender: Contender, cases: Sequence[int]) -> TableRow:
         """Numbers of texts, and of those that equal the expected ones; the latter is None above temperature 0.
 
         In low precision a pass of another width, or over more texts, may decide a near-tie differently.
@@ -175,7 +175,7 @@ class Benchmark(ABC):
         same = None if self.temperature > 0 else sum(text == should for text, should in pairs)
         return {"same_texts": same, "num_texts": len(pairs)}
 
-    def speed_row(self, contender: Contender, cases: Sequence[int]) -> Row:
+    def speed_row(self, contender: Contender, cases: Sequence[int]) -> TableRow:
         """The figures of a contender over some cases that each benchmark of streams has."""
         runs, values = self.runs(contender, cases).values(), self.values(contender, cases)
         return {
@@ -197,7 +197,11 @@ class Benchmark(ABC):
     # --- measuring --------------------------------------------------------------------------------
 
     async def measure(
-        self, target: Source, *drafts: Source, group: RankGroup | None = None, on_progress: Progress = lambda _: None
+        self,
+        target: ModelSource,
+        *drafts: ModelSource,
+        group: RankGroup | None = None,
+        on_progress: OnProgress = lambda _: None,
     ) -> dict[str, Any]:
         """Have all contenders decode all prompts, in turn.
 
@@ -236,7 +240,7 @@ class Benchmark(ABC):
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
         return self.contenders
 
-    async def _take_turns(self, models: LoadedModels, warm_up: Sequence[Case], on_progress: Progress) -> None:
+    async def _take_turns(self, models: LoadedModels, warm_up: Sequence[Case], on_progress: OnProgress) -> None:
         turns: list[tuple[int | None, int, Case]] = [(None, index, case) for index, case in enumerate(warm_up)]
         turns += [(repeat, i, case) for repeat in range(self.repeats) for i, case in enumerate(self.cases)]
         num_runs, number, began = sum(len(case.contenders) for _, _, case in turns), 0, time.perf_counter()
@@ -272,7 +276,7 @@ def time_left(seconds: float, share_done: float) -> str:
     return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
 
 
-def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
+def named_drafts(drafts: Sequence[ModelSource]) -> dict[str, ModelSource]:
     """Drafters by name: the last part of a path or hub id, or all of it where two of them share that part."""
     paths = [name_of(draft) for draft in drafts]
     parts = [path.rstrip("/").rpartition("/")[2] for path in paths]

@@ -21,8 +21,8 @@ from actors.workers.worker import Job, Worker
 from protocol.open_options import MAX_BATCH
 
 Lookahead = int | Literal["auto"]
-Kind = Literal["one after another", "in turns", "at once", "batched"]
-Prompts = Sequence[tuple[int, ...]]
+StreamsMode = Literal["one after another", "in turns", "at once", "batched"]
+PromptIds = Sequence[tuple[int, ...]]
 
 
 @attrs.frozen
@@ -37,7 +37,7 @@ class Contender:
 
     engine: Literal["mlx-lm", "outrider"]
     lookahead: Lookahead  # most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`
-    kind: Kind = "one after another"
+    kind: StreamsMode = "one after another"
     draft: str = ""  # the name of its drafter, if the benchmark has several; else empty
     named: str = ""  # its name in tables, if that does not follow from the rest
 
@@ -212,7 +212,7 @@ def mlx_lm_steps(
             return
 
 
-def batched_steps(target: Module, prompts: Prompts, length: Length, owners: list[int]) -> Iterator[tuple[int, bool]]:
+def batched_steps(target: Module, prompts: PromptIds, length: Length, owners: list[int]) -> Iterator[tuple[int, bool]]:
     """(token, False) of each token of mlx-lm's batch; appends the index of its prompt to `owners`."""
     # All prompts are in one batch, in prefill too.
     generator = BatchGenerator(

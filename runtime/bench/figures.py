@@ -12,9 +12,9 @@ from runtime.bench.contenders import Run
 from runtime.terminal.tables import Section, Table
 
 # Figures by name, as JSON values.
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 # A heading, and the cell of a row below it.
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[TableRow], str]]
 
 
 @attrs.frozen
@@ -26,7 +26,7 @@ class Report:
     notes: Sequence[str]
 
 
-def table(rows: Sequence[Row], columns: Sequence[Column], num_labels: int = 1) -> Table:
+def table(rows: Sequence[TableRow], columns: Sequence[Column], num_labels: int = 1) -> Table:
     """The table of some rows."""
     cells = [tuple(show(row) for _, show in columns) for row in rows]
     return Table([heading for heading, _ in columns], cells, num_labels)
@@ -59,12 +59,12 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def spread(values: Sequence[float]) -> Row:
+def spread(values: Sequence[float]) -> TableRow:
     """Median, minimum and maximum, each None without a value."""
     return {"median": median(values), "low": min(values, default=None), "high": max(values, default=None)}
 
 
-def spread_cell(row: Row) -> str:
+def spread_cell(row: TableRow) -> str:
     """Median, minimum and maximum of a row; why there are none if it has none."""
     if row["median"] is None:
         return "–" if row["failure"] is None else "failed"
@@ -72,7 +72,7 @@ def spread_cell(row: Row) -> str:
     return f"{row['median']:.1f} ({row['low']:{form}}–{row['high']:{form}})"
 
 
-def same_cell(row: Row) -> str:
+def same_cell(row: TableRow) -> str:
     """How many texts of a row are the expected ones."""
     return "–" if row["same_texts"] is None else f"{row['same_texts']}/{row['num_texts']}"
 

@@ -34,13 +34,13 @@ from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.statistics import Statistics
 from protocol.trace import Event, Events
 from runtime.bench import contenders
-from runtime.bench.contenders import PLAIN, Contender, Length, Prompts, Run, TimedToken
+from runtime.bench.contenders import PLAIN, Contender, Length, PromptIds, Run, TimedToken
 from runtime.engine.opening import bounded_batch, running
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import Source, check_draft_source, check_source, load_auto_onto, load_draft_onto
+from runtime.loading.model_sources import ModelSource, check_draft_source, check_source, load_auto_onto, load_draft_onto
 from runtime.measuring.machine import machine
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
@@ -80,9 +80,9 @@ class LoadedModels:
     events: EventSwitch
     tokenizer: Any = None
     cache_options: CacheOptions = attrs.field(factory=CacheOptions)
-    drafts: Mapping[str, Source] = {ONLY_DRAFT: NGRAM}
+    drafts: Mapping[str, ModelSource] = {ONLY_DRAFT: NGRAM}
     group: RankGroup | None = None
-    target_source: Source = ""
+    target_source: ModelSource = ""
     _runtimes: dict[object, tuple[Runtime, Events]] = attrs.field(init=False, factory=dict)  # by `Contender.runtime`
 
     @property
@@ -192,7 +192,7 @@ class LoadedModels:
 
     # --- decoding -------------------------------------------------------------------------------
 
-    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool = True) -> Run:
+    async def run(self, contender: Contender, prompts: PromptIds, length: Length, *, with_prompts: bool = True) -> Run:
         """Decode some prompts. Without `with_prompts` there is one prompt, and reading it does not count.
 
         Raises:
@@ -226,7 +226,7 @@ class LoadedModels:
     # --- this runtime -----------------------------------------------------------------------------
 
     async def _run_outrider(
-        self, contender: Contender, prompts: Prompts, length: Length, texts: list[list[TimedToken]]
+        self, contender: Contender, prompts: PromptIds, length: Length, texts: list[list[TimedToken]]
     ) -> dict[str, int]:
         runtime, self.events.listener = self._runtimes[contender.runtime]
         settings = {
@@ -266,7 +266,7 @@ class LoadedModels:
     # --- mlx-lm -----------------------------------------------------------------------------------
 
     async def _run_mlx_lm(
-        self, contender: Contender, prompts: Prompts, length: Length, texts: list[list[TimedToken]]
+        self, contender: Contender, prompts: PromptIds, length: Length, texts: list[list[TimedToken]]
     ) -> dict[str, int]:
         num_draft_tokens = int(contender.lookahead)
         target, worker = self.target.module, self.workers[TARGET]
@@ -302,8 +302,8 @@ async def _read(
 
 async def load_models(
     stack: AsyncExitStack,
-    target: Source,
-    drafts: Mapping[str, Source],
+    target: ModelSource,
+    drafts: Mapping[str, ModelSource],
     options: CacheOptions,
     *,
     dtype: str | None,
@@ -336,7 +336,7 @@ async def load_models(
     await _cast_on(workers[TARGET], loaded.model, dtype)
     taken = dict(drafts)
 
-    async def load_draft(stack: AsyncExitStack, source: Source) -> tuple[Source, Worker, AnyModel]:
+    async def load_draft(stack: AsyncExitStack, source: ModelSource) -> tuple[ModelSource, Worker, AnyModel]:
         worker = await stack.enter_async_context(ThreadWorker("draft", events))
         return source, worker, (await load_draft_onto(worker, source, options, loaded.drafted)).model
 

@@ -15,9 +15,9 @@ import attrs
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers
-from runtime.bench.contenders import BATCHED, PLAIN, Contender, Kind, Length, Lookahead, Prompts
-from runtime.bench.figures import Report, Row, column
+from runtime.bench.benchmark import Benchmark, Case, Cases, OnProgress, integers
+from runtime.bench.contenders import BATCHED, PLAIN, Contender, Length, Lookahead, PromptIds, StreamsMode
+from runtime.bench.figures import Report, TableRow, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
@@ -25,10 +25,10 @@ from runtime.loading.demo import STREAM_PROMPTS
 MAX_STREAMS = 256
 
 # Ways of this runtime, as tables name them.
-OUR_KINDS: dict[Kind, str] = {"one after another": "one by one", "in turns": "in turns", "at once": "at once"}
+OUR_KINDS: dict[StreamsMode, str] = {"one after another": "one by one", "in turns": "in turns", "at once": "at once"}
 
 
-def streams_contender(kind: Kind, lookahead: Lookahead) -> Contender:
+def streams_contender(kind: StreamsMode, lookahead: Lookahead) -> Contender:
     """Several streams of this runtime."""
     name = f"outrider {kind}" + ("" if lookahead == "auto" else f", lookahead {lookahead}")
     return Contender("outrider", lookahead, kind, named=name)
@@ -56,7 +56,7 @@ class ManyStreams(Benchmark):
         # For each lookahead, the baselines of "at once" come first.
         self.contenders = [*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED]
 
-    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+    async def _prepare(self, models: LoadedModels, prompts: PromptIds, on_progress: OnProgress) -> Cases:
         """A case for each number of streams, whose texts should be those of mlx-lm's plain decoding."""
         length, alone = Length(self.max_tokens, self.temperature), list[tuple[int, ...]]()
         prompts = prompts[: max(self.streams)]
@@ -76,10 +76,10 @@ class ManyStreams(Benchmark):
         rows = [self._row(contender, index) for index in range(len(self.streams)) for contender in self.contenders]
         return {**self._facts(), "streams": list(self.streams), "rows": rows}
 
-    def _row(self, contender: Contender, index: int) -> Row:
+    def _row(self, contender: Contender, index: int) -> TableRow:
         runs = self.runs(contender, [index]).values()
 
-        def versus(kind: Kind) -> float | None:
+        def versus(kind: StreamsMode) -> float | None:
             other = streams_contender(kind, contender.lookahead)
             return None if contender == BATCHED else self.versus(contender, other, [index])
 
@@ -100,7 +100,7 @@ class ManyStreams(Benchmark):
         return Report(sections, tables, [_NOTE, *figures.failures(result)])
 
 
-def _way(row: Row) -> str:
+def _way(row: TableRow) -> str:
     if row["kind"] == "batched":
         return "batched"
     return OUR_KINDS[row["kind"]] + ("" if row["lookahead"] == "auto" else f", lookahead {row['lookahead']}")

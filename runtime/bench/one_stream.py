@@ -15,9 +15,9 @@ from actors.mlx.model import MLXModel
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers, without_repeats
-from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts
-from runtime.bench.figures import Report, Row, column
+from runtime.bench.benchmark import Benchmark, Case, Cases, OnProgress, integers, without_repeats
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, PromptIds
+from runtime.bench.figures import Report, TableRow, column
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.terminal.tables import Table
 
@@ -61,7 +61,7 @@ class OneStream(Benchmark):
         of_mlx_lm = [name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel)]
         return self.contenders_of(names, of_mlx_lm, is_on_ranks=models.group is not None)
 
-    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+    async def _prepare(self, models: LoadedModels, prompts: PromptIds, on_progress: OnProgress) -> Cases:
         """A case for each turn. The answers before it are those of plain decoding, for all contenders."""
         cases, num_turns = list[Case](), len(self._kinds)
         ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))
@@ -105,7 +105,7 @@ class OneStream(Benchmark):
         best = max(medians, key=lambda each: medians[each], default=None)
         return best if best is not None and medians[best] else None
 
-    def _row(self, contender: Contender, best: Contender | None) -> Row:
+    def _row(self, contender: Contender, best: Contender | None) -> TableRow:
         runs = self.runs(contender, self._all).values()
         return {
             **self.speed_row(contender, self._all),
@@ -116,7 +116,7 @@ class OneStream(Benchmark):
             "copy_acceptance": figures.share(runs, "accepted_copied", "accepted_copied", "rejected_copied"),
         }
 
-    def _categories(self) -> Iterator[Row]:
+    def _categories(self) -> Iterator[TableRow]:
         kinds = without_repeats(filter(None, self._kinds))
         cases_of = {kind: [case for case in self._all if self._kinds[case] == kind] for kind in kinds}
         for kind, cases in (cases_of | ({"all": self._all} if len(kinds) > 1 else {})).items():
@@ -124,7 +124,7 @@ class OneStream(Benchmark):
                 if contender.engine == "outrider" and contender != self.contenders[0]:
                     yield {"category": kind, "name": contender.name, **self._of_kind(contender, cases)}
 
-    def _of_kind(self, contender: Contender, cases: Sequence[int]) -> Row:
+    def _of_kind(self, contender: Contender, cases: Sequence[int]) -> TableRow:
         """Medians over the prompts of a kind, ratios with quartiles, and who proposed the tokens of the texts."""
         speeds = [
             [self.value(list(self.runs(each, [case]).values())) for each in (self.contenders[0], contender)]
@@ -169,7 +169,7 @@ _FIGURES = (
 )
 
 
-def _ratio_cell(row: Row) -> str:
+def _ratio_cell(row: TableRow) -> str:
     quartiles = "" if row["ratio_low"] is None else f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
     return "–" if row["ratio"] is None else f"{row['ratio']:.2f}{quartiles}"
 
@@ -186,10 +186,10 @@ _BY_KIND = (
 )
 
 
-def _by_kind(rows: Sequence[Row]) -> Table:
+def _by_kind(rows: Sequence[TableRow]) -> Table:
     several = len({row["name"] for row in rows}) > 1
 
-    def kind(row: Row) -> str:
+    def kind(row: TableRow) -> str:
         return f"{row['category']}, {row['name'].removeprefix('outrider ')}" if several else str(row["category"])
 
     return figures.table(rows, [("", kind), *_BY_KIND])

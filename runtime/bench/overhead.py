@@ -12,14 +12,14 @@ from typing import Any
 import attrs
 
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers
-from runtime.bench.contenders import BATCHED, Contender, Length, Prompts, Run
-from runtime.bench.figures import Report, Row, column
+from runtime.bench.benchmark import Benchmark, Case, Cases, OnProgress, integers
+from runtime.bench.contenders import BATCHED, Contender, Length, PromptIds, Run
+from runtime.bench.figures import Report, TableRow, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.many_streams import MAX_STREAMS
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 
 NUM_PROMPT_TOKENS = 8
 PROMPTS = tuple(
@@ -49,14 +49,14 @@ class Overhead(Benchmark):
     streams: tuple[int, ...] = integers((1, 4, 16, 64), 1, MAX_STREAMS)
     contenders: Sequence[Contender] = attrs.field(init=False, default=CONTENDERS)
 
-    async def measure(self, *_: Source, on_progress: Progress = lambda _: None, **__: object) -> dict[str, Any]:
+    async def measure(self, *_: ModelSource, on_progress: OnProgress = lambda _: None, **__: object) -> dict[str, Any]:
         """Have every contender decode every number of streams, in turn, with models of its own."""
         # Their passes take hardly any time.
         shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
         target, draft = ((small_model("llama", seed, **shape), None) for seed in range(2))
         return await super().measure(target, draft, on_progress=on_progress)
 
-    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+    async def _prepare(self, models: LoadedModels, prompts: PromptIds, on_progress: OnProgress) -> Cases:
         length = Length(self.max_tokens)
         cases = [Case(f"{n} at once", contenders_of(n), prompts[:n], length) for n in self.streams]
         return cases, cases
@@ -70,7 +70,7 @@ class Overhead(Benchmark):
         rows = [self._row(contender, index, n) for index, n in streams for contender in contenders_of(n)]
         return {**self._facts(), "rows": rows}
 
-    def _row(self, contender: Contender, index: int, streams: int) -> Row:
+    def _row(self, contender: Contender, index: int, streams: int) -> TableRow:
         values = self.values(contender, [index])
         return {
             "streams": streams,

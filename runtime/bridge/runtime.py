@@ -25,12 +25,12 @@ from runtime.engine import opening
 from runtime.engine.runtime import Health, Memory
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.conversation import Message, calls_without_results, turn_settings
+from runtime.generation.conversation import TurnMessage, calls_without_results, turn_settings
 from runtime.generation.many_prompts import (
     C,
     ManyPrompt,
+    ManyPrompts,
     OnError,
-    Prompts,
     check_arguments,
     is_async,
     is_list,
@@ -43,7 +43,7 @@ from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import ToolCall
 from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions, StreamArguments, split_tools
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -319,7 +319,7 @@ class Conversation:
         """
         self._portal = portal
         self._functions = functions
-        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._system: list[TurnMessage] = [] if system is None else [{"role": "system", "content": system}]
         self._make = make
         self._made = Call[TrioConversation](portal.thread, make if conversation is None else lambda: conversation)
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
@@ -335,7 +335,7 @@ class Conversation:
         self._close_answer()
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[TurnMessage]:
         """A copy of the messages so far, oldest first, the system message included. A turn is part of them once a token
         of its answer was given.
         """
@@ -435,7 +435,10 @@ OpenRuntime = Callable[[], AbstractAsyncContextManager[TrioRuntime]]
 
 
 async def opened(
-    make_thread: Callable[[OpenRuntime], TrioThread], target: Source, draft: Source | None, options: dict[str, Any]
+    make_thread: Callable[[OpenRuntime], TrioThread],
+    target: ModelSource,
+    draft: ModelSource | None,
+    options: dict[str, Any],
 ) -> Portal:
     """Open a runtime in a trio thread. Args, Raises: as `runtime.open`."""
     evaluate_on_this_thread(target)
@@ -444,7 +447,7 @@ async def opened(
     return Portal(thread, await thread.start())
 
 
-def evaluate_on_this_thread(source: Source | None) -> None:
+def evaluate_on_this_thread(source: ModelSource | None) -> None:
     """Evaluate a model that is given as `(model, tokenizer)`: only the thread that made a lazy array can."""
     # `open` raises ModelError for anything that is no model.
     if isinstance(source, tuple) and source and isinstance(source[0], Module):
@@ -472,7 +475,7 @@ def of_many(
     @wraps(method)
     def generate_many(
         self: Runtime,
-        prompts: Prompts,
+        prompts: ManyPrompts,
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
@@ -622,7 +625,7 @@ class Runtime(RuntimeState):
 
     # --- the drafter ------------------------------------------------------------------------------
 
-    async def attach_draft(self, /, draft: Source = MISSING, **unknown: Never) -> None:
+    async def attach_draft(self, /, draft: ModelSource = MISSING, **unknown: Never) -> None:
         """Load a draft model into the open runtime; see `runtime.Runtime.attach_draft`."""
         evaluate_on_this_thread(draft)
         await self._portal.call(partial(self._portal.runtime.attach_draft, draft, **unknown))
@@ -638,7 +641,7 @@ class Runtime(RuntimeState):
         return {**keywords, **tools}
 
 
-def copied_prompts(prompts: Prompts) -> Prompts:
+def copied_prompts(prompts: ManyPrompts) -> ManyPrompts:
     """Copies of many prompts, iterated over now. What is no list of prompts stays as it is."""
     if not is_list(prompts):
         return prompts

@@ -35,7 +35,7 @@ from runtime.terminal.tables import show_sections, show_table
 if TYPE_CHECKING:
     from runtime.bench.benchmark import Benchmark
     from runtime.bench.figures import Report
-    from runtime.loading.model_sources import Source
+    from runtime.loading.model_sources import ModelSource
 
 # The acceptance rate of a good draft model on code.
 ACCEPTANCE = 0.75
@@ -188,7 +188,7 @@ def _benchmark(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Ben
     return kind(**{name: given[name] for name in names if name in given})
 
 
-def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple[Source, Source]]:
+def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple[ModelSource, ModelSource]]:
     from runtime.bench.benchmark import DTYPES
     from runtime.bench.shapes import DRAFTERS, SHAPES, shaped_pair
 
@@ -205,7 +205,7 @@ def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple
     if (dtype := getattr(arguments, "dtype", None) or "bfloat16") not in DTYPES:
         raise must_be("--dtype", f"one of {', '.join(DTYPES)}", dtype)
 
-    def pair() -> tuple[Source, Source]:
+    def pair() -> tuple[ModelSource, ModelSource]:
         target, draft = shaped_pair(arguments.shape, acceptance, dtype, *quantizations, drafter=drafter)
         return (target, None), (draft, None)
 

@@ -73,7 +73,7 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
         async with models.open(settings, trace=display.on_event, max_streams=1) as runtime:
             given = limit_of(runtime.tokenizer) | completed(settings, arguments, runtime.tokenizer)
             conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **given)
-            chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, given)
+            chat = TerminalChat(runtime, conversation, lines, output, signals, arguments.stats, given)
             display.clear()
             await chat.take_turns()
 
@@ -87,7 +87,7 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
 
 
 @attrs.define(eq=False)
-class Chat:
+class TerminalChat:
     """A conversation at the terminal."""
 
     runtime: Runtime
@@ -201,19 +201,19 @@ class Chat:
 class ChatCommand:
     """A command of the chat. An `OutriderError` that it raises is shown, and the conversation goes on."""
 
-    run: Callable[[Chat, str], Awaitable[None]]
+    run: Callable[[TerminalChat, str], Awaitable[None]]
     help: str
     argument: str | None = None  # its placeholder
 
 
-async def _more(chat: Chat, _: str) -> None:
+async def _more(chat: TerminalChat, _: str) -> None:
     if not chat.was_cut:
         raise PromptError("the last answer was not cut off; type what comes next")
     tokenizer = chat.runtime.tokenizer
     await chat.answer(_GO_ON if tokenizer is not None and tokenizer.has_chat_template else "")
 
 
-async def _reset(chat: Chat, _: str) -> None:
+async def _reset(chat: TerminalChat, _: str) -> None:
     chat.conversation.reset()
     chat.was_cut = False
     print_message("the conversation is forgotten, and a new one begins")
@@ -223,22 +223,22 @@ def _file(argument: str) -> str:
     return os.path.expanduser(argument)
 
 
-async def _save(chat: Chat, argument: str) -> None:
+async def _save(chat: TerminalChat, argument: str) -> None:
     size = await chat.conversation.save(_file(argument))
     print_message(f"saved to {argument}, {size / 1e3:,.0f} kB")
 
 
-async def _load(chat: Chat, argument: str) -> None:
+async def _load(chat: TerminalChat, argument: str) -> None:
     chat.conversation = await chat.runtime.load(_file(argument), any_draft=True, **chat.settings)
     chat.was_cut = False
     print_message(f"loaded {argument}, a conversation of {len(chat.conversation.messages)} messages")
 
 
-async def _exit(chat: Chat, _: str) -> None:
+async def _exit(chat: TerminalChat, _: str) -> None:
     chat.is_over = True
 
 
-async def _help(_: Chat, __: str) -> None:
+async def _help(_: TerminalChat, __: str) -> None:
     rows = [(f"{name} {command.argument or ''}".strip(), command.help) for name, command in COMMANDS.items()]
     rows += [
         ("//...", 'sends "/..." to the model'),

@@ -29,7 +29,7 @@ from protocol.reprs import shown, shown_path
 from protocol.validation import must_be
 from runtime.distill.continuations import Continuations, Continuing
 from runtime.distill.data import Windows, read_texts
-from runtime.distill.evaluation import ALL, Drafted, Evaluation, acceptance_by_category
+from runtime.distill.evaluation import ALL, DraftAgreement, Evaluation, acceptance_by_category
 from runtime.distill.hidden_states import HiddenStates, StateFiles, check_states
 from runtime.distill.options import DistillOptions
 from runtime.distill.output import config_for, feature_layers, model_card, write_drafter
@@ -146,7 +146,7 @@ class Distillation:
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
         self._has_drafted = False
-        self._drafted: list[Drafted] = []  # results of `draft` since the last evaluation
+        self._drafted: list[DraftAgreement] = []  # results of `draft` since the last evaluation
         self._seconds_per_window = 0.0  # of learning; once held-out text was drafted for, of that
 
     # --- preparation ------------------------------------------------------------------------------

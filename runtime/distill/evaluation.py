@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import attrs
 
-# The temperature of `Acceptance.sampled`.
+# The temperature of `AcceptanceRates.sampled`.
 TEMPERATURE = 0.7
 # The name of all categories together.
 ALL = "all"
 
 
 @attrs.frozen
-class Drafted:
+class DraftAgreement:
     """What was drafted for a window, or for several."""
 
     # How many drafts there are, and after each step agree with the target so far: their likeliest tokens are the same.
@@ -24,7 +24,7 @@ class Drafted:
 
 
 @attrs.frozen
-class Acceptance:
+class AcceptanceRates:
     """How often, in [0, 1], the token of each step is accepted where those before it agree with the target."""
 
     greedy: tuple[float, ...]
@@ -40,17 +40,17 @@ class Acceptance:
         return total
 
 
-def acceptance_of(drafted: Sequence[Drafted]) -> Acceptance:
+def acceptance_of(drafted: Sequence[DraftAgreement]) -> AcceptanceRates:
     """The acceptance in some windows, of at least one."""
     agreeing = [sum(each) for each in zip(*(window.num_agreeing for window in drafted), strict=True)]
     sampled = [sum(each) for each in zip(*(window.num_sampled for window in drafted), strict=True)]
-    return Acceptance(
+    return AcceptanceRates(
         greedy=tuple(round(right / max(1, asked), 4) for asked, right in pairwise(agreeing)),
         sampled=tuple(round(likely / max(1, asked), 4) for asked, likely in zip(agreeing, sampled, strict=False)),
     )
 
 
-def acceptance_by_category(drafted: Sequence[Drafted], categories: Sequence[str]) -> dict[str, Acceptance]:
+def acceptance_by_category(drafted: Sequence[DraftAgreement], categories: Sequence[str]) -> dict[str, AcceptanceRates]:
     """The acceptance of all windows, as `ALL`, and of those of each category, if there are several."""
     names = sorted(set(categories))
     found = {ALL: acceptance_of(drafted)}
@@ -69,7 +69,7 @@ class Evaluation:
     tokens: int
     minutes: float  # spent on learning and evaluations so far
     loss: float | None  # mean since the evaluation before; None before anything was learnt
-    acceptance: dict[str, Acceptance]  # on held-out text, by category; that of all is the first
+    acceptance: dict[str, AcceptanceRates]  # on held-out text, by category; that of all is the first
     accepted: float  # tokens of `NUM_STEPS` greedy drafts that are accepted
     learning_rate: float
     is_best: bool  # whether the drafter was written

@@ -13,7 +13,7 @@ from mlx.nn.layers.base import Module
 from actors.mlx.model import weights_of
 from actors.trained.kinds.eagle3 import LoadedEagle3
 from protocol.reprs import listed
-from runtime.distill.evaluation import TEMPERATURE, Acceptance
+from runtime.distill.evaluation import TEMPERATURE, AcceptanceRates
 from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
 from runtime.distill.writing import replacing
@@ -87,7 +87,9 @@ def _intermediate_size(target: Module, hidden_size: int) -> int:
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 
 
-def model_card(options: DistillOptions, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int) -> str:
+def model_card(
+    options: DistillOptions, acceptance: Mapping[str, AcceptanceRates], num_tokens: int, num_windows: int
+) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
     target_name, files = Path(options.target).name, [file.name for file in options.data]
     steps = range(1, NUM_STEPS + 1)

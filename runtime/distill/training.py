@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from actors.mlx.model import weights_of
 from actors.trained.drafter_files import split_heads
 from actors.trained.kinds.eagle3 import Eagle3
-from runtime.distill.evaluation import TEMPERATURE, Drafted
+from runtime.distill.evaluation import TEMPERATURE, DraftAgreement
 from runtime.distill.hidden_states import HiddenStates
 from runtime.distill.writing import replacing
 
@@ -33,7 +33,7 @@ PATIENCE, LEAST_GAIN, REDUCTION, MAX_REDUCTIONS = 4, 0.004, 0.3, 3
 
 
 @attrs.frozen
-class Progress:
+class TrainingProgress:
     """How far the training has come; kept in checkpoints."""
 
     num_batches: int = 0
@@ -52,7 +52,7 @@ class Progress:
         """Whether lower learning rates no longer help."""
         return self.num_reductions > MAX_REDUCTIONS
 
-    def evaluated(self, accepted: float) -> Progress:
+    def evaluated(self, accepted: float) -> TrainingProgress:
         """The progress after an evaluation in which so many tokens of `NUM_STEPS` drafts were accepted."""
         after = attrs.evolve(self, num_since=0, loss_since=0.0, seconds_since=0.0)
         if accepted > self.best + LEAST_GAIN:
@@ -97,7 +97,7 @@ class Training:
         self._embedding = embedding
         self._target_ids = target_ids
         self._optimizer = optimizers.AdamW(learning_rate=learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
-        self.progress = Progress(learning_rate=learning_rate)
+        self.progress = TrainingProgress(learning_rate=learning_rate)
         self._added: _Added | None = None
 
     def add(self, tokens: mx.array, last_decay: float | None = None) -> float:
@@ -147,7 +147,7 @@ class Training:
         grown = {name: getattr(self.progress, name) + value for name, value in more.items()}
         self.progress = attrs.evolve(self.progress, **grown)
 
-    def draft(self, tokens: mx.array) -> list[Drafted]:
+    def draft(self, tokens: mx.array) -> list[DraftAgreement]:
         """Draft `NUM_STEPS` tokens at each position of windows, (B, L). What the drafter cannot propose is rejected."""
         began = time.monotonic()
         features, embedded, target_logits = self._read(tokens)
@@ -169,7 +169,7 @@ class Training:
             agreeing.append(alive.sum(axis=1))
             mx.eval(agreeing, sampled, alive)
         found = [
-            Drafted(tuple(of_agreeing), tuple(of_sampled))
+            DraftAgreement(tuple(of_agreeing), tuple(of_sampled))
             for of_agreeing, of_sampled in zip(
                 cast("list[list[int]]", mx.stack(agreeing, axis=1).tolist()),
                 cast("list[list[float]]", mx.stack(sampled, axis=1).tolist()),
@@ -213,7 +213,7 @@ class Training:
         self.drafter.load_weights(own)
         self._optimizer.init(self.drafter.trainable_parameters())  # type: ignore[no-untyped-call]
         self._optimizer.state = tree_unflatten(state)
-        self.progress = Progress(**json.loads(metadata["progress"]))
+        self.progress = TrainingProgress(**json.loads(metadata["progress"]))
         mx.eval(self.drafter.state, self._optimizer.state)
         return True
 

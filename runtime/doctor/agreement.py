@@ -70,12 +70,12 @@ def agreement(
 
 
 def _named_of(drafter: TrainedDrafter, target: MLXModel, text: tuple[int, ...]) -> int:
-    read = target.open_sequence(beside_another=False)
+    read = target.open_sequence(alongside_model=False)
     read.feed(text, 0)
     features = read.recorded.take(len(text) - 2)
     read.close()
     assert features is not None
-    sequence = drafter.open_sequence(beside_another=False)
+    sequence = drafter.open_sequence(alongside_model=False)
     sequence.give(features.start, features.values)
     sequence.rewind(0)  # has it look at the features
     logits = sequence.feed(text[:-1], NUM_TOKENS)
@@ -87,7 +87,7 @@ def _named_of(drafter: TrainedDrafter, target: MLXModel, text: tuple[int, ...]) 
 
 def _greedy_text(target: MLXModel, beginning: Sequence[int]) -> tuple[int, ...]:
     text, unread = [*beginning], tuple(beginning)
-    sequence = target.open_sequence(beside_another=False)
+    sequence = target.open_sequence(alongside_model=False)
     for _ in range(NUM_TOKENS):
         logits = sequence.feed(unread, 1)
         assert logits is not None

@@ -23,7 +23,7 @@ from protocol.settings import AUTO_DRAFT, MTP, NGRAM
 from runtime.bench.small_models import FAMILIES, VOCAB_SIZE, nearby_model, small_model, weights_of
 from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_PROMPTS
-from runtime.loading.model_sources import Source, read_lazily
+from runtime.loading.model_sources import ModelSource, read_lazily
 
 MAX_TOKENS = 32
 LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
@@ -42,11 +42,11 @@ class Subject:
     """The models under test: the target in float32 on this thread, its drafter, and prompts as token ids."""
 
     target: tuple[Module, Any]
-    draft: Source
+    draft: ModelSource
     prompts: Sequence[tuple[int, ...]]
 
 
-def load_subject(target: Source, draft: Source | None) -> Subject:
+def load_subject(target: ModelSource, draft: ModelSource | None) -> Subject:
     """Load a target, and cast it to float32, in which its text does not depend on the width of passes.
 
     Raises: ModelError: it cannot be loaded, or is too large in float32.
@@ -156,7 +156,7 @@ def shared_passes(subject: Subject) -> Iterable[str]:
 
 
 def _compare_shared(
-    named: str, target: Source, draft: Source, prompts: Sequence[tuple[int, ...]], *, must_share: bool = True
+    named: str, target: ModelSource, draft: ModelSource, prompts: Sequence[tuple[int, ...]], *, must_share: bool = True
 ) -> Iterable[str]:
     # Some have no drafts, and share passes with the proposals of others.
     asked: list[Any] = [
@@ -205,7 +205,7 @@ CHECKS: dict[str, Callable[[Subject], Iterable[str]]] = {
 
 
 def run_checks(
-    target: Source, draft: Source | None, on_progress: Callable[[str], None] = lambda _: None
+    target: ModelSource, draft: ModelSource | None, on_progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[str]]:
     """Run all checks on a model or a pair; see `load_subject`. Returns: by check, what is wrong, if anything is."""
     subject = load_subject(target, draft)

@@ -25,7 +25,7 @@ from protocol.errors import ModelError, RankError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
 from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, MTP
-from protocol.trace import Actor
+from protocol.trace import ActorName
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude, width_cost
 from runtime.engine.memory import MemoryBudget, weights_of
@@ -34,7 +34,7 @@ from runtime.loading.blas import blas_in_use
 from runtime.loading.device import default_memory_limit, processor_name
 from runtime.loading.drafters import suggest_draft
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import Loaded, LoadedDraft, Source
+from runtime.loading.model_sources import Loaded, LoadedDraft, ModelSource
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import vocabulary_map
 from runtime.measuring.pass_times import (
@@ -52,7 +52,7 @@ from runtime.ranks.sharded_target import load_target_onto
 from runtime.terminal.tables import Section
 
 # The thread, the source and the loaded model of a drafter.
-_DraftHere = tuple[ThreadWorker, Source, Loaded | LoadedDraft]
+_DraftHere = tuple[ThreadWorker, ModelSource, Loaded | LoadedDraft]
 
 # What a report has of passes: widths in tokens, and numbers of texts that share a pass.
 REPORT_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -105,8 +105,8 @@ def load_of_others() -> str | None:
 
 
 async def examine(
-    target: Source,
-    draft: Source | None = None,
+    target: ModelSource,
+    draft: ModelSource | None = None,
     *,
     group: RankGroup | None = None,
     load: str | None = None,
@@ -138,7 +138,7 @@ async def examine(
         on_progress("loading the target")
         loaded = await load_target_onto(worker, sources["target"], options, group)
 
-        async def load_draft(stack: AsyncExitStack, source: Source) -> _DraftHere:
+        async def load_draft(stack: AsyncExitStack, source: ModelSource) -> _DraftHere:
             worker = await stack.enter_async_context(ThreadWorker("draft"))
             on_progress("loading the draft")
             if str(source) != MTP and await model_sources.folder_of_trained_drafter(worker, source) is None:
@@ -196,10 +196,10 @@ async def examine(
 
 
 def check_examined(
-    target: Source, draft: Source | None = None, *, group: RankGroup | None = None, **cache_options: Any
-) -> tuple[dict[Actor, Source], CacheOptions]:
+    target: ModelSource, draft: ModelSource | None = None, *, group: RankGroup | None = None, **cache_options: Any
+) -> tuple[dict[ActorName, ModelSource], CacheOptions]:
     """The models to load and the options of their caches, from arguments of `examine`, checked as far as possible."""
-    sources: dict[Actor, Source] = {"target": model_sources.check_source("target", target)}
+    sources: dict[ActorName, ModelSource] = {"target": model_sources.check_source("target", target)}
     if draft is not None:
         sources["draft"] = model_sources.check_draft_source(draft, sources["target"])
     options = model_sources.caches_of(OpenOptions(**cache_options))
@@ -235,8 +235,8 @@ async def _examine_drafter(
 
 async def _examine_on(
     worker: ThreadWorker,
-    role: Actor,
-    source: Source,
+    role: ActorName,
+    source: ModelSource,
     model: MLXModel,
     widths: Sequence[int],
     numbers_of_texts: Sequence[int] = (),

@@ -19,7 +19,7 @@ from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
 from protocol.messages import Close
 from protocol.settings import Settings
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 
 # Seconds by which the running draft step may be overdue before nobody waits for its end any more.
 RELEASE_TIMEOUT_S = 1.0
@@ -27,7 +27,7 @@ RELEASE_TIMEOUT_S = 1.0
 LoadedDrafter = tuple[Model, Worker] | LoadedElsewhere | Literal["ngram"]
 DrafterActor = DraftActor | LookupActor | RemoteDrafter
 # Loads a drafter, or finds none; resources to release with it go onto the stack.
-Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter | None]]
+Load = Callable[[AsyncExitStack, ModelSource], Awaitable[LoadedDrafter | None]]
 
 
 @attrs.define(eq=False)
@@ -81,7 +81,7 @@ class DrafterSlot:
 
         await self._nursery.start(self._serve, get)
 
-    async def attach(self, source: Source) -> None:
+    async def attach(self, source: ModelSource) -> None:
         """See `Runtime.attach_draft`."""
         assert self._load is not None, "this runtime was made of loaded models"
         if self.actor is not None or self._is_attaching:

@@ -17,7 +17,7 @@ from protocol.messages import Open
 from protocol.prefill_chunks import MAX_CHUNK_TOKENS
 from protocol.reprs import size_in_words
 from protocol.settings import MAX_LOOKAHEAD, Settings
-from protocol.trace import Actor
+from protocol.trace import ActorName
 from runtime.persistence.prompt_cache_file import read_header
 
 # Tokens after the prompt that a stream reserves memory for, and by which its reservation grows once these are nearly
@@ -65,11 +65,11 @@ class _Reservation:
             most = min(most, num_prompt + settings.max_tokens)
         return _Reservation(opened, num_before, min(most, num_prompt + GROWTH_TOKENS), most)
 
-    def is_at(self, actor: Actor) -> bool:
+    def is_at(self, actor: ActorName) -> bool:
         """Whether the text is in the caches of a model."""
         return self.opened.drafted if actor == "draft" else not self.has_given_way
 
-    def size(self, actor: Actor) -> TextSize:
+    def size(self, actor: ActorName) -> TextSize:
         """The size of the text in the caches of a model."""
         settings = self.opened.settings
         step = settings.prefill_step_size
@@ -141,7 +141,7 @@ class MemoryBudget:
         most = self._most_tokens(_Reservation(_PLAIN, 0, 0, _UNBOUNDED))
         return None if most == _UNBOUNDED else most
 
-    def prefix_room(self, actor: Actor) -> float:
+    def prefix_room(self, actor: ActorName) -> float:
         """Bytes that the streams leave to a model's prefix cache. Both cache the same texts, and share what is left."""
         if math.isinf(self.limit):
             return math.inf
@@ -230,7 +230,7 @@ class MemoryBudget:
 
     # --- arithmetic -------------------------------------------------------------------------------
 
-    def _models(self) -> Iterator[tuple[Actor, Model]]:
+    def _models(self) -> Iterator[tuple[ActorName, Model]]:
         yield "target", self._target
         if (draft := self._drafter()) is not None:
             yield "draft", draft

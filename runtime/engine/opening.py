@@ -49,7 +49,7 @@ from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, NGRAM, SettingsLike, keywords_of
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
-from protocol.trace import Actor, Event, Events
+from protocol.trace import ActorName, Event, Events
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
 from runtime.engine.memory import weights_of
 from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
@@ -60,7 +60,7 @@ from runtime.loading.device import default_memory_limit
 from runtime.loading.model_files import sampling_defaults
 from runtime.loading.model_sources import (
     Loaded,
-    Source,
+    ModelSource,
     caches_of,
     check_draft_source,
     check_source,
@@ -75,7 +75,7 @@ from runtime.ranks.sharded_target import check_drafter, load_target_onto
 from runtime.remote import draft_process
 from runtime.remote.drafting import OPTIONS as DRAFTING_OPTIONS
 from runtime.remote.drafting import load_elsewhere
-from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
+from runtime.tracing.trace_files import TimelineFile, Trace, TraceWriter, check_trace
 
 logger = logging.getLogger("outrider")
 
@@ -117,7 +117,7 @@ class OpenArgumentsAndSettings(OpenArguments, SettingsArguments, total=False):
 @asynccontextmanager
 @trio.lowlevel.enable_ki_protection
 async def open(
-    target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]
+    target: ModelSource = MISSING, draft: ModelSource | None = None, **options: Unpack[OpenArguments]
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
@@ -203,13 +203,13 @@ async def open(
 OPTIONS = tuple(name for name in attrs.fields_dict(OpenOptions) if name not in ("target", "draft"))
 
 
-def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[Actor, Source], OpenOptions]:
+def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[ActorName, ModelSource], OpenOptions]:
     """Check the arguments of `open`, as far as possible without loading a model. Raises: as `open`.
 
     Returns: the models to load, and the options.
     """
     check_unknown({name: value for name, value in options.items() if name not in OPTIONS}, OPTIONS)
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    sources: dict[ActorName, ModelSource] = {"target": check_source("target", target)}
     if draft is not None and draft != NGRAM:
         try:
             sources["draft"] = check_draft_source(draft, sources["target"])
@@ -231,7 +231,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
 async def _begin_trace(trace: Trace, events: Events, stack: AsyncExitStack) -> Callable[[Event], None] | None:
     if (listener := check_trace(trace)) is None:
         return None
-    if isinstance(listener, Recorder) and listener is not trace:
+    if isinstance(listener, TraceWriter) and listener is not trace:
         await stack.enter_async_context(listener)
     has_failed = False
 
@@ -271,13 +271,13 @@ class _DraftLoader:
 
     options: OpenOptions
     caches: CacheOptions
-    source: Source
+    source: ModelSource
     target: Loaded
     worker: ThreadWorker
     events: Events
     prices: Prices
 
-    async def __call__(self, stack: AsyncExitStack, draft: Source) -> LoadedDrafter | None:
+    async def __call__(self, stack: AsyncExitStack, draft: ModelSource) -> LoadedDrafter | None:
         """Load a drafter into the open runtime; see `runtime.engine.drafter_slot.Load`."""
         if draft == NGRAM:
             self.prices.forget_drafter()
@@ -291,7 +291,7 @@ class _DraftLoader:
             await _time_models((self.target.model, self.worker), loaded, self.prices)
         return loaded
 
-    async def load(self, stack: AsyncExitStack, draft: Source, group: RankGroup | None) -> LoadedDrafter | None:
+    async def load(self, stack: AsyncExitStack, draft: ModelSource, group: RankGroup | None) -> LoadedDrafter | None:
         """Load a drafter with a model, here or at the rank of `group` that drafts; None if "auto" finds nothing.
 
         Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
@@ -347,8 +347,8 @@ async def _time_models(target: tuple[Model, Worker], draft: LoadedDrafter | None
 
 
 async def keep_open(
-    target: Source = MISSING,
-    draft: Source | None = None,
+    target: ModelSource = MISSING,
+    draft: ModelSource | None = None,
     *,
     task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
     **options: Unpack[OpenArguments],

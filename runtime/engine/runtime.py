@@ -28,12 +28,12 @@ from protocol.trace import Events
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
 from runtime.engine.request_validation import RequestValidation
 from runtime.engine.sessions import Sessions
-from runtime.generation.conversation import Conversation, Message, turn_settings
-from runtime.generation.many_prompts import Completions, OnError, Prompts, check_arguments
+from runtime.generation.conversation import Conversation, TurnMessage, turn_settings
+from runtime.generation.many_prompts import Completions, ManyPrompts, OnError, check_arguments
 from runtime.generation.text import Detokenizer, Prompt, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.tools import Functions, StreamArguments
-from runtime.loading.model_sources import Source, check_unknown
+from runtime.loading.model_sources import ModelSource, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SessionSaver
 
@@ -202,7 +202,7 @@ class Runtime:
         session = await self._sessions.read(attrs.evolve(opened, only_reads=True))
         return session.counts.snapshot(elapsed=self._clock() - began, estimates=self.estimates, lookahead=0)
 
-    def begun_turn(self, messages: Sequence[Message], /, **switches: Any) -> Prompt:
+    def begun_turn(self, messages: Sequence[TurnMessage], /, **switches: Any) -> Prompt:
         """See `runtime.generation.text.begun_turn`. In any thread, as `encode`."""
         assert self._tokenizer is not None, "a chat has a tokenizer"
         return begun_turn(messages, self._tokenizer, **switches)
@@ -226,7 +226,7 @@ class Runtime:
     @overload
     def generate_many(
         self,
-        prompts: Prompts,
+        prompts: ManyPrompts,
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
@@ -237,7 +237,7 @@ class Runtime:
     @overload
     def generate_many(
         self,
-        prompts: Prompts,
+        prompts: ManyPrompts,
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
@@ -247,7 +247,7 @@ class Runtime:
 
     def generate_many(
         self,
-        prompts: Prompts,
+        prompts: ManyPrompts,
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
@@ -381,7 +381,7 @@ class Runtime:
         thinking: bool | None,
         settings: Mapping[str, Any],
         tools: Functions,
-        past: Sequence[Message] = (),  # without the system message
+        past: Sequence[TurnMessage] = (),  # without the system message
     ) -> Conversation:
         keywords = {**self._validation.keywords({}), "reuse_prefix": True, **settings}
         conversation = Conversation(
@@ -413,7 +413,7 @@ class Runtime:
 
     # --- the drafter ------------------------------------------------------------------------------
 
-    async def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> None:
+    async def attach_draft(self, draft: ModelSource = MISSING, **unknown: Never) -> None:
         """Load a draft model, given as for `open`, into the open runtime; streams that begin afterwards are drafted.
 
         Raises: and then the runtime is as it was:

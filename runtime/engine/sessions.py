@@ -34,7 +34,7 @@ from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
+from runtime.generation.reasoning import ReasoningCounter, ReasoningTracker, reader_of
 from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
@@ -252,13 +252,13 @@ class Sessions:
 
     def _new_limit(
         self, opened: Open, reasoning: ReasoningTracker, new_reader: NewReader, num_tokens: int
-    ) -> ReasoningLimit | None:
+    ) -> ReasoningCounter | None:
         """A limit of an answer's reasoning; None if it has none that could be told apart."""
         if self._tokenizer is None or not all(reasoning.tags) or (reader := new_reader(reasoning)) is None:
             return None
-        return ReasoningLimit(self._tokenizer, reasoning.tags, reader, len(opened.prompt), num_tokens)
+        return ReasoningCounter(self._tokenizer, reasoning.tags, reader, len(opened.prompt), num_tokens)
 
-    def _end_thinking(self, session: Session, new_limit: Callable[[int], ReasoningLimit | None]) -> None:
+    def _end_thinking(self, session: Session, new_limit: Callable[[int], ReasoningCounter | None]) -> None:
         if session.reasoning_limit is None:
             limit = new_limit(0)
             if limit is not None and limit.excluded_by(session.opened.settings.logits_processors) is None:

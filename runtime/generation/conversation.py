@@ -24,7 +24,7 @@ from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
 from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions
 
-Message = dict[str, Any]
+TurnMessage = dict[str, Any]
 
 
 @attrs.frozen
@@ -34,7 +34,7 @@ class _State:
     One object, so that no other thread sees half a change.
     """
 
-    past: list[Message]
+    past: list[TurnMessage]
     turn: _Turn | None = None
 
 
@@ -42,7 +42,7 @@ class _State:
 class _Turn:
     """The user's message (none if the model goes on after the results of its calls), and the model's answer so far."""
 
-    said: list[Message]
+    said: list[TurnMessage]
     answer: ReasoningTracker
     parts: Answer | None  # with calls told apart; None without tools
     stream: weakref.ref[TokenStream]  # weak: dropping the stream ends it
@@ -80,7 +80,7 @@ class Conversation:
         thinking: bool | None,
         settings: dict[str, Any],
         tools: Functions,
-        past: Sequence[Message] = (),
+        past: Sequence[TurnMessage] = (),
     ) -> None:
         """See `Runtime.conversation`; `past` are earlier messages, without the system message.
 
@@ -102,7 +102,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._settings = _checked(settings, ("system", "thinking", "tools"))
         self._thinking = thinking
-        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._system: list[TurnMessage] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
         self._functions, self._schemas = tools, tools.schemas
         if self._schemas and (not tokenizer.has_chat_template or call_format(tokenizer) is None):
@@ -122,7 +122,7 @@ class Conversation:
         return f"<outrider Conversation: {len(self.messages)} messages>"
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[TurnMessage]:
         """A copy of the messages so far, oldest first, including the system message, in OpenAI's form.
 
         An answer has its reasoning in "reasoning_content".
@@ -160,7 +160,7 @@ class Conversation:
         self.add_results(results)
         return bool(results)
 
-    def add_results(self, results: Sequence[Message]) -> None:
+    def add_results(self, results: Sequence[TurnMessage]) -> None:
         """Add the messages with the results of `pending_calls`; `call_tools` does this."""
         if results:
             self._state = _State([*self._so_far(), *results])
@@ -279,14 +279,14 @@ class Conversation:
     def _check_idle(self, what: str) -> None:
         self._functions.check_idle(what, self._answering is not None, "aclose()")
 
-    def _so_far(self) -> list[Message]:
+    def _so_far(self) -> list[TurnMessage]:
         state = self._state
         turn = state.turn
         if turn is None or turn.answer.num_tokens == 0:
             return state.past
         return [*state.past, *turn.said, self._reply(turn)]
 
-    def _reply(self, turn: _Turn) -> Message:
+    def _reply(self, turn: _Turn) -> TurnMessage:
         if turn.parts is not None and turn.parts.calls:
             return turn.parts.message
         answer = turn.answer.remembered()
@@ -298,7 +298,7 @@ class Conversation:
         # Empty reasoning leaves its line breaks behind.
         return {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
 
-    def _prompt(self, messages: list[Message]) -> Prompt:
+    def _prompt(self, messages: list[TurnMessage]) -> Prompt:
         messages = [*self._system, *messages]
         if not self._tokenizer.has_chat_template:
             return "".join(message["content"] for message in messages)

@@ -33,7 +33,7 @@ CLOSED = "these generations were closed, or their runtime was; begin others with
 ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
 """One of many prompts, alone or with its own settings."""
 
-Prompts = Iterable[ManyPrompt] | AsyncIterable[ManyPrompt]
+ManyPrompts = Iterable[ManyPrompt] | AsyncIterable[ManyPrompt]
 
 OnError = Literal["raise", "return"]
 
@@ -108,7 +108,7 @@ class Completions(SingleConsumer, Generic[C]):
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: ManyPrompts,
         check: CheckPrompt,
         begin: Callable[[Open, Tools | None], TokenStream],
         max_concurrent: int,

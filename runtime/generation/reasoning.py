@@ -187,7 +187,7 @@ _MAX_MARK_CHARS = 64
 
 
 @attrs.define(eq=False)
-class ReasoningLimit:
+class ReasoningCounter:
     """Counts the reasoning of one answer while it is committed; see `actors.session.ReasoningLimit`.
 
     While the answer may still begin to reason, the tag that opens the reasoning is one more token that may follow.

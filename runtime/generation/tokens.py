@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from protocol.copying import Drafter
+from protocol.copying import DraftedBy
 from protocol.reprs import brief
 from protocol.scores import TopLogprob
 from protocol.session_state import FinishReason
@@ -39,7 +39,7 @@ class Token:
     id: int
     text: str
     index: int
-    drafted_by: Drafter | None
+    drafted_by: DraftedBy | None
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()

@@ -50,7 +50,7 @@ _ADVISED: list[str] = []
 
 T = TypeVar("T")
 
-Source = str | os.PathLike[str] | ModelSpec | tuple[Module, Any]
+ModelSource = str | os.PathLike[str] | ModelSpec | tuple[Module, Any]
 
 # When the layers of a pass are evaluated while another model may work; see `LayerEvaluation`.
 LAYER_EVALUATION_VARIABLE = "OUTRIDER_LAYER_EVALUATION"
@@ -94,7 +94,7 @@ class DraftedTarget:
     record_features: Callable[[Sequence[int]], None]  # see `MLXModel.record_features`
 
 
-def check_source(role: str, source: Any) -> Source:
+def check_source(role: str, source: Any) -> ModelSource:
     """A model source, checked as far as possible without loading it. Raises: SettingsError: it is missing, or neither a
     path, a hub id nor a pair (model, tokenizer). ModelError: there is no model at the path.
     """
@@ -150,7 +150,7 @@ def check_source(role: str, source: Any) -> Source:
     return name
 
 
-def _check_spec(role: str, spec: ModelSpec) -> Source:
+def _check_spec(role: str, spec: ModelSpec) -> ModelSource:
     path = check_source(role, spec.path)
     assert not isinstance(path, tuple | ModelSpec)
     if spec.is_plain:
@@ -166,7 +166,7 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
     return attrs.evolve(spec, path=path, adapter_path=spec.checked_adapter(role))
 
 
-def check_draft_source(source: Any, target: Source | None) -> Source:
+def check_draft_source(source: Any, target: ModelSource | None) -> ModelSource:
     """As `check_source` for a draft, which may also be the MTP layer in the target's files, or "auto". The name of
     the target, which was checked and is None where it is not known, stands for its own drafter.
     """
@@ -274,7 +274,7 @@ def layer_evaluation_by_environment() -> LayerEvaluation | None:
     return LayerEvaluation(value) if value else None
 
 
-async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
+async def load_onto(worker: Worker, role: str, source: ModelSource, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread. Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is
     no language model. SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
@@ -305,7 +305,7 @@ def _advise_on_blas(module: Module) -> None:
         logger.warning("%s", advice)
 
 
-def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
+def read_lazily(source: ModelSource) -> tuple[Module, TokenizerWrapper | None]:
     """Load a model and its tokenizer on this thread. Weights in files are read when they are first used."""
     try:
         built, tokenizer = _read(source, is_lazy=True)
@@ -317,7 +317,9 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     return built, wrapped(tokenizer, f"target {name_of(source)!r}")
 
 
-async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, target: DraftedTarget) -> LoadedDraft:
+async def load_draft_onto(
+    worker: Worker, source: ModelSource, options: CacheOptions, target: DraftedTarget
+) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or a drafter that
     was trained for the target, which then records what that reads.
 
@@ -349,7 +351,7 @@ async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions,
 
 
 async def load_auto_onto(
-    stack: AsyncExitStack, target: Path | None, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
+    stack: AsyncExitStack, target: Path | None, load: Callable[[AsyncExitStack, ModelSource], Awaitable[T]]
 ) -> T | None:
     """Load the best drafter on this disk for a target in a folder, for the draft "auto", and log which one, and why.
     `load` gets the MTP layer in the target's own files, or a folder. Where it raises ModelError or
@@ -373,14 +375,14 @@ async def load_auto_onto(
     return None
 
 
-def _fitting(target: Path | None) -> tuple[list[tuple[Source, str]], str]:
+def _fitting(target: Path | None) -> tuple[list[tuple[ModelSource, str]], str]:
     """What on this disk fits a target: the sources with descriptions, the best first; and what to say if none is taken.
     Reads many files.
     """
     if target is None:
         return [], "the target was given as a model, and drafters are looked for beside the target's folder"
     suggestions = suggest_draft(target)
-    fitting: list[tuple[Source, str]] = [
+    fitting: list[tuple[ModelSource, str]] = [
         (MTP if each.model == MTP else each.folder, each.described) for each in suggestions if each.folder is not None
     ]
     known = next((each.described for each in suggestions if not each.is_on_disk), None)
@@ -388,7 +390,7 @@ def _fitting(target: Path | None) -> tuple[list[tuple[Source, str]], str]:
     return fitting, none if known is None else f"{none}; there is {known}"
 
 
-async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | None:
+async def folder_of_trained_drafter(worker: Worker, source: ModelSource) -> Path | None:
     """The folder of a trained drafter, downloaded if it is on the hub; None for a language model."""
     if isinstance(source, tuple):
         return None
@@ -399,7 +401,7 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
         return await worker.run(Job("load", partial(_trained_drafter_on_the_hub, spec)))
 
 
-def _read(source: Source, *, is_lazy: bool = False) -> tuple[Module, Any]:
+def _read(source: ModelSource, *, is_lazy: bool = False) -> tuple[Module, Any]:
     if isinstance(source, tuple):
         return source
     if not isinstance(source, ModelSpec):

@@ -93,7 +93,7 @@ def _pass_time(taken: Sequence[tuple[float, float]]) -> PassTime:
 
 
 def _filled_sequence(model: MLXModel | TrainedDrafter, num_tokens: int) -> CachedSequence:
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     if isinstance(sequence, FeatureInput):
         sequence.give_nothing(num_tokens + MAX_WIDTH)
     sequence.feed(tuple(token % model.vocab_size for token in range(num_tokens)), 0)

@@ -328,7 +328,7 @@ class DiskPrefixCache:
                     del self._stored[other.key]
                     await trio.to_thread.run_sync(files.delete, other)
 
-    async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
+    async def bring_back(self, prompt: tuple[int, ...], *, alongside_model: bool) -> None:
         files, read = self._files, prompt[:-1]
         best, num_reusable = self._best(read)
         if files is None or best is None:
@@ -340,12 +340,12 @@ class DiskPrefixCache:
                 return
             recorded = await trio.to_thread.run_sync(files.read, best)
             with trio.CancelScope(shield=True):  # until the sequence is kept, nobody else would close it
-                filled = await saved_sequence.fill(self._actor, recorded, beside_another=beside_another)
+                filled = await saved_sequence.fill(self._actor, recorded, alongside_model=alongside_model)
                 if filled.tokens != best.tokens:
                     await saved_sequence.discard(self._actor, filled)
                     raise SessionFileError("its tokens are not those of its index")
                 put = partial(cache.put, filled.sequence, filled.tokens, filled.tokens)
-                call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
+                call = partial(put, alongside_model=alongside_model, num_prompt=best.num_prompt)
                 await self._actor.worker.run(Job("close", call))
         except (SessionFileError, JobError, RankError) as error:
             # Another process may have deleted it, for its own bound.

@@ -325,13 +325,13 @@ class SessionSaver:
 
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
-        beside_another = drafted and self.target.drafter.has_model
+        alongside_model = drafted and self.target.drafter.has_model
         filled: FilledSequence | None = None
         try:
             if (recorded := session.target.sequence) is not None:
-                filled = await saved_sequence.fill(self.target, recorded, beside_another=beside_another)
+                filled = await saved_sequence.fill(self.target, recorded, alongside_model=alongside_model)
             if session.draft is not None and (of_draft := session.draft.sequence) is not None:
-                await self._of_drafter(partial(saved_sequence.restore, recorded=of_draft, beside_another=True))
+                await self._of_drafter(partial(saved_sequence.restore, recorded=of_draft, alongside_model=True))
         except BaseException as error:  # a cancellation, too: nobody else would close the sequence
             if filled is not None:
                 with trio.CancelScope(shield=True):

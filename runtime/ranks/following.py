@@ -16,15 +16,17 @@ from actors.distributed.sharding import Shard
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from protocol.errors import RankError, SettingsError
-from protocol.rank_messages import CloseTarget, ConnectRanks, Loaded, OpenTarget, Operations, Present
-from runtime.loading.model_sources import Source, check_source
+from protocol.rank_messages import CloseTarget, ConnectRanks, OpenTarget, Present, RankLoaded, RankOperations
+from runtime.loading.model_sources import ModelSource, check_source
 from runtime.ranks.sharded_target import BEGIN, check_sharded, read_shard
 from runtime.remote.drafting import draft_for
 
 logger = logging.getLogger("outrider")
 
 
-def follow(target: Source, group: RankGroup, draft: Source | None = None, *, wire_memory: bool = True) -> None:
+def follow(
+    target: ModelSource, group: RankGroup, draft: ModelSource | None = None, *, wire_memory: bool = True
+) -> None:
     """Follow rank 0: load this rank's part of the target, and repeat each of its operations until rank 0 closes it.
 
     If rank 0 has named this rank as its `draft_rank`, this rank loads the drafter instead, and drafts.
@@ -71,10 +73,10 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
                 continue
             group.connect_mlx(opened.draft_rank)
         shard, options = read(), CacheOptions(**opened.cache_options)
-        group.send(Loaded(shard.parts))
+        group.send(RankLoaded(shard.parts))
         following: FollowingModel | None = None
         while not isinstance(message := group.receive()[1], CloseTarget):
-            if not isinstance(message, Operations):
+            if not isinstance(message, RankOperations):
                 raise RankError(f"rank {group.rank} follows a target, and rank 0 sent {type(message).__name__}")
             for operation in message.operations:
                 name = operation.name
@@ -85,7 +87,7 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
                     following.run(operation)
 
 
-def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Callable[[], None]:
+def drafting_at(target: ModelSource, draft: ModelSource | None, group: RankGroup) -> Callable[[], None]:
     """A function that drafts for rank 0 until it closes the target, to be called on a thread of its own."""
     for source in (target, draft):
         if isinstance(source, tuple):

@@ -17,7 +17,7 @@ from protocol.reprs import shown
 from protocol.settings import AUTO_DRAFT
 from protocol.trace import Event
 from protocol.validation import check_integer
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 from runtime.ranks.sharded_target import check_drafter, check_sharded
 
 # Ranks that are out of step in spite of all checks wait for each other, and still send heartbeats. So a job of the
@@ -25,7 +25,7 @@ from runtime.ranks.sharded_target import check_drafter, check_sharded
 PASS_TIMEOUT_S = 60.0
 
 
-def check_group(group: Any, target: Source, draft: Source | None, draft_rank: Any = None) -> None:
+def check_group(group: Any, target: ModelSource, draft: ModelSource | None, draft_rank: Any = None) -> None:
     """Check the options `group` and `draft_rank` of `open`, and whether the models can be opened with them. Raises:
     SettingsError: they cannot, or this is not rank 0. RankError: the group is broken.
     """

@@ -16,11 +16,11 @@ from actors.distributed.sharding import Shard, difference, is_sharded_in_place, 
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import RankError, SettingsError
-from protocol.rank_messages import ConnectRanks, OpenTarget, Operation, Operations, Present
-from protocol.rank_messages import Loaded as PartLoaded
+from protocol.rank_messages import ConnectRanks, OpenTarget, Present, RankOperation, RankOperations
+from protocol.rank_messages import RankLoaded as PartLoaded
 from runtime.loading.gguf.names import is_gguf
 from runtime.loading.model_files import folder_of, load_errors, name_of
-from runtime.loading.model_sources import Loaded, Source, layer_evaluation_by_environment, load_onto, read_lazily
+from runtime.loading.model_sources import Loaded, ModelSource, layer_evaluation_by_environment, load_onto, read_lazily
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 
@@ -35,7 +35,7 @@ BEGIN = "begin"
 M = TypeVar("M", Present, PartLoaded)
 
 
-def check_sharded(source: Source) -> None:
+def check_sharded(source: ModelSource) -> None:
     """Raises: SettingsError: the source has options that a sharded model cannot be loaded with."""
     if (
         isinstance(source, ModelSpec)
@@ -47,7 +47,7 @@ def check_sharded(source: Source) -> None:
         )
 
 
-def check_drafter(draft: Source | None, target: Source | None = None) -> None:
+def check_drafter(draft: ModelSource | None, target: ModelSource | None = None) -> None:
     """Raises: SettingsError: a draft model's passes would need all ranks, and only rank 0 drafts."""
     if not isinstance(draft, tuple):
         return
@@ -57,7 +57,7 @@ def check_drafter(draft: Source | None, target: Source | None = None) -> None:
         )
 
 
-def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
+def read_shard(source: ModelSource, group: RankGroup) -> Callable[[], Shard]:
     """A function that loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
     if isinstance(source, tuple):
         mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
@@ -75,7 +75,9 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
     return read
 
 
-async def load_target_onto(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
+async def load_target_onto(
+    worker: Worker, source: ModelSource, options: CacheOptions, group: RankGroup | None
+) -> Loaded:
     """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs. Raises:
     ModelError: it cannot be loaded or sharded. RankError: another rank cannot, or has loaded another model.
     """
@@ -94,7 +96,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
             group.connect_mlx(group.draft_rank)
         shard = read()
         _compare(shard, group)
-        group.send(Operations((Operation(BEGIN),)), to_target=True)
+        group.send(RankOperations((RankOperation(BEGIN),)), to_target=True)
         return ShardedModel(shard.model, options, group, named, evaluation), shard
 
     with load_errors("target", source):

@@ -25,7 +25,7 @@ from actors.remote.link import LOADING_SILENCE_S, SocketLink
 from protocol.drafter_wire import LoadDrafter
 from protocol.errors import SettingsError
 from runtime.loading.device import use_device
-from runtime.loading.model_sources import Source, check_source
+from runtime.loading.model_sources import ModelSource, check_source
 from runtime.loading.model_spec import ModelSpec
 from runtime.remote.drafting import draft_for
 
@@ -44,7 +44,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 # --- the runtime's process ------------------------------------------------------------------------
 
 
-def check_draft_process(target: Source, draft: Source | None) -> None:
+def check_draft_process(target: ModelSource, draft: ModelSource | None) -> None:
     """Raises: SettingsError: a model is given that another process would need, and cannot be handed over to it."""
     if isinstance(draft, tuple):
         raise SettingsError(
@@ -58,7 +58,7 @@ def check_draft_process(target: Source, draft: Source | None) -> None:
         )
 
 
-def described(source: Source) -> dict[str, Any] | None:
+def described(source: ModelSource) -> dict[str, Any] | None:
     """A model source in a form that the process can read; None for one that was given as a model."""
     if isinstance(source, tuple):
         return None
@@ -110,7 +110,7 @@ async def draft_process(device: str | None) -> AsyncIterator[SocketLink]:
 # --- the drafter's process ------------------------------------------------------------------------
 
 
-def _source(role: str, said: dict[str, Any] | None) -> Source | None:
+def _source(role: str, said: dict[str, Any] | None) -> ModelSource | None:
     return None if said is None else check_source(role, ModelSpec(**said))
 
 
@@ -132,7 +132,7 @@ def main(descriptor: str, device: str) -> None:
 
 
 async def _main(link: SocketLink, device: str | None) -> None:
-    def sources(load: LoadDrafter) -> tuple[Source | None, Source | None]:
+    def sources(load: LoadDrafter) -> tuple[ModelSource | None, ModelSource | None]:
         use_device(device, "draft_device")
         return _source("target", load.target), _source("draft", load.draft)
 

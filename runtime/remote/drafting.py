@@ -23,7 +23,7 @@ from protocol.errors import ModelError, OutriderError, ProtocolError, SettingsEr
 from protocol.open_options import OpenOptions
 from protocol.settings import AUTO_DRAFT
 from runtime.loading.model_files import folder_of
-from runtime.loading.model_sources import DraftedTarget, Source, check_draft_source, load_draft_onto, read_lazily
+from runtime.loading.model_sources import DraftedTarget, ModelSource, check_draft_source, load_draft_onto, read_lazily
 
 logger = logging.getLogger("outrider")
 
@@ -62,7 +62,7 @@ async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError
 
 async def draft_for(
     link: Link,
-    sources: Callable[[LoadDrafter], tuple[Source | None, Source | None]],
+    sources: Callable[[LoadDrafter], tuple[ModelSource | None, ModelSource | None]],
     *,
     forwards_warnings: bool = False,
 ) -> None:
@@ -97,7 +97,7 @@ async def _load_and_draft(
     end: DraftingEnd,
     worker: ThreadWorker,
     load: LoadDrafter,
-    sources: Callable[[LoadDrafter], tuple[Source | None, Source | None]],
+    sources: Callable[[LoadDrafter], tuple[ModelSource | None, ModelSource | None]],
 ) -> None:
     try:
         options = OpenOptions(**{name: load.options[name] for name in OPTIONS})

@@ -33,7 +33,7 @@ from runtime.server.middleware import first_part, host_error, key_error
 from runtime.server.models.pool import ModelPool
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
-from runtime.server.reports import HealthReport, ModelDescription, ModelList, Version, describe, health_report
+from runtime.server.reports import HealthReport, ModelDescription, ModelList, VersionBody, describe, health_report
 from runtime.server.responses import api as responses_api
 from runtime.tracing.timeline import render, texts_of
 
@@ -228,7 +228,7 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _version(context: ServerContext, request: Request) -> Version:
+def _version(context: ServerContext, request: Request) -> VersionBody:
     return {"version": importlib.metadata.version("outrider")}
 
 
@@ -271,7 +271,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *openai_api.OPERATIONS,
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
-    _get_json("/version", _version, "version", "The server's version", Version),
+    _get_json("/version", _version, "version", "The server's version", VersionBody),
     _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
     _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),
     _get(

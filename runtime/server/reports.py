@@ -75,7 +75,7 @@ class HealthReport(TypedDict):
     models: dict[str, ModelHealth]
 
 
-class Version(TypedDict):
+class VersionBody(TypedDict):
     """The server's version."""
 
     version: str

@@ -29,19 +29,21 @@ from runtime.bridge.runtime import Conversation as ConversationHandle
 from runtime.bridge.runtime import Runtime as RuntimeHandle
 from runtime.bridge.runtime import TokenStream as StreamHandle
 from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
-from runtime.generation.conversation import Message
+from runtime.generation.conversation import TurnMessage
 from runtime.generation.many_prompts import C
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 
 __all__ = ["Conversation", "Runtime", "TokenStream", "generate_sync", "open_sync"]
 
 
-def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Runtime:
+def open_sync(
+    target: ModelSource = MISSING, draft: ModelSource | None = None, **options: Unpack[OpenArguments]
+) -> Runtime:
     """`runtime.open` without an event loop: load the models, and serve them until the runtime is closed.
 
     `with runtime.open_sync(…) as rt` closes the runtime at the end of the block. `rt = runtime.open_sync(…)` leaves
@@ -65,8 +67,8 @@ def generate_sync(
     prompt: Prompt,
     settings: SettingsLike | None = None,
     *,
-    target: Source = MISSING,
-    draft: Source | None = None,
+    target: ModelSource = MISSING,
+    draft: ModelSource | None = None,
     **keywords: Unpack[OpenArgumentsAndSettings],
 ) -> Completion:
     """Load the models, generate one text, and release the models.
@@ -305,7 +307,7 @@ class Conversation:
         return repr(self._handle)
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[TurnMessage]:
         """A copy of the messages so far, as in `runtime.Conversation.messages`."""
         return self._handle.messages
 

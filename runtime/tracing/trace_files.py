@@ -22,7 +22,7 @@ import trio
 
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
-from protocol.trace import Actor, Event, Instant, Span
+from protocol.trace import ActorName, Event, Instant, Span
 from runtime.tracing.timeline import render, texts_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ MAX_WAITING_EVENTS = 100_000
 MAX_PAGE_EVENTS = 200_000
 
 
-def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
+def check_trace(trace: Any) -> Callable[[Event], None] | TraceWriter | None:
     """The receiver of events for an option `trace`: a function itself; for a path, a recorder that is not entered yet.
 
     Raises: SettingsError: `trace` is neither a function nor a path.
@@ -55,7 +55,7 @@ def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
     raise SettingsError(f"trace must be a function of one event or the path of a file to write, got {shown(trace)}")
 
 
-class Recorder(ABC):
+class TraceWriter(ABC):
     """A writer of events to a file: an async context manager that is called with each event.
 
     Entering opens the file. Leaving writes the remaining events and closes the file, also under cancellation and after
@@ -76,7 +76,7 @@ class Recorder(ABC):
         # A limiter of its own: a trace is finished even if the program keeps all of trio's threads busy.
         self._limiter = trio.CapacityLimiter(1)
 
-    async def __aenter__(self) -> Recorder:
+    async def __aenter__(self) -> TraceWriter:
         """Open the file. Raises: SettingsError: it cannot be written."""
         try:
             self._file = self._open()
@@ -169,7 +169,7 @@ class Recorder(ABC):
         """Write the rest."""
 
 
-class ChromeFile(Recorder):
+class ChromeFile(TraceWriter):
     """A trace for Perfetto and chrome://tracing, which also read a file whose end is missing."""
 
     max_events = MAX_WAITING_EVENTS
@@ -194,7 +194,7 @@ class ChromeFile(Recorder):
         self._put("".join(self._chrome.add(event) for event in events))
 
 
-_LANES: dict[Actor, int] = {"target": 1, "draft": 2}
+_LANES: dict[ActorName, int] = {"target": 1, "draft": 2}
 _FIRST_STREAM_LANE = 16
 
 
@@ -334,7 +334,7 @@ _BEGINNING = "[\n" + ",\n".join(
 )
 
 
-class TimelineFile(Recorder):
+class TimelineFile(TraceWriter):
     """The timeline page; see `runtime.tracing.timeline`.
 
     Attributes:

@@ -33,7 +33,7 @@ def test_a_chunked_cache_says_what_the_next_pass_will_drop() -> None:
 
 
 def test_a_cache_of_a_new_kind_is_copied() -> None:
-    sequence = MLXModel(Joining(llama()), CacheOptions()).open_sequence(beside_another=False)
+    sequence = MLXModel(Joining(llama()), CacheOptions()).open_sequence(alongside_model=False)
     sequence.feed(tuple(TEXT[:9]), 0)
     copy = sequence.copy(9)
     assert is_read_after(sequence, TEXT[:9], TEXT[40:50])
@@ -44,7 +44,7 @@ def test_a_cache_of_a_new_kind_is_a_row_beside_others() -> None:
     model = MLXModel(Joining(llama()), CacheOptions())
     assert model.sharing_obstacle() is None
     texts = [TEXT[:9], TEXT[20:25]]
-    sequences = [model.open_sequence(beside_another=False) for _ in texts]
+    sequences = [model.open_sequence(alongside_model=False) for _ in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         sequence.feed(tuple(text), 0)
         assert sequence.prepare(2, len(text)) is RewindMode.TRIM

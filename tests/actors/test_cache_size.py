@@ -106,7 +106,7 @@ async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(kind, dra
 )
 def test_rows_take_no_more_than_their_size_when_the_longest_takes_no_part(lengths: list[int], leaves: bool) -> None:
     model = MLXModel(llama(), CacheOptions())
-    texts = [model.open_sequence(beside_another=False) for _ in lengths]
+    texts = [model.open_sequence(alongside_model=False) for _ in lengths]
     for text, length in zip(texts, lengths, strict=True):
         text.feed(tuple(prompt_of(length, vocab_size=60)), 0)
     model.feed_together([Feed(text, (1,), 1) for text in texts[:4]])
@@ -125,7 +125,7 @@ def test_rows_take_no_more_than_their_size_when_the_longest_takes_no_part(length
 @sweep("kind", ["sliding windows", "hybrid", "recurrent", "chunks"])
 def test_prefix_checkpoints_take_no_more_than_is_reserved_for_them(kind: str) -> None:
     model = MLXModel(MODELS[kind][0](), CacheOptions())
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     for length in range(15, 400, 15):
         sequence.feed(tuple(prompt_of(15, seed=length, vocab_size=60)), 0)
         if sequence.needs_prefix_checkpoints:
@@ -196,7 +196,7 @@ def test_sizes_by_shapes_are_those_of_a_long_text(kind: str) -> None:
     caches = CacheOptions(**{name: value for name, value in options.items() if name != "max_batch"})
     model = MLXModel(make(), caches)
     # A pass over as many tokens at once, which is wide.
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     sequence.feed(tuple(prompt_of(1000, vocab_size=60)), 0)
     size, measured = model.cache_size.of([TextSize(1000, 1000)]), sequence.num_bytes
     assert measured <= size

@@ -124,7 +124,7 @@ async def test_draft_steps_end_at_a_copied_token_that_is_expanded_already(autoju
         return spike(history[-1] % 4 + 1)
 
     def make_policy(settings: Settings, prices: Prices) -> AutoPolicy:
-        return CopiesFirst(prices, prices.calibration(settings.manner))
+        return CopiesFirst(prices, prices.calibration(settings.calibration_key))
 
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]
     async with simulated(ScriptedModel(cycle), ScriptedModel(cycle), make_policy=make_policy) as simulation:

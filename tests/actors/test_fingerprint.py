@@ -48,7 +48,7 @@ def test_a_model_at_work_has_the_fingerprint_that_it_has_at_rest() -> None:
     model = llama()
     at_rest, wrapped = fingerprint(model), MLXModel(model, CacheOptions())
     with wrapped.evaluating_layers():
-        sequence = wrapped.open_sequence(beside_another=True)
+        sequence = wrapped.open_sequence(alongside_model=True)
         sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == at_rest
 
@@ -100,7 +100,7 @@ def test_every_architecture_has_a_fingerprint_of_its_own() -> None:
         model = build(name)
         found[name] = fingerprint(model)
         # What a model stores while it works is not part of its fingerprint.
-        sequence = MLXModel(model, CacheOptions()).open_sequence(beside_another=False)
+        sequence = MLXModel(model, CacheOptions()).open_sequence(alongside_model=False)
         sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == fingerprint(build(name)) == found[name], name
     assert len(set(found.values())) == len(found)

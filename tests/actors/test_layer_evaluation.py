@@ -92,8 +92,8 @@ def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(tasks_a_lay
 def test_the_device_decides_unless_somebody_else_does(device, wanted, expected, monkeypatch):
     model = MLXModel(llama(), CacheOptions(), layer_evaluation=wanted)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
-    assert model.open_sequence(beside_another=True).layer_evaluation is expected
-    assert model.open_sequence(beside_another=False).layer_evaluation is LayerEvaluation.WHOLE
+    assert model.open_sequence(alongside_model=True).layer_evaluation is expected
+    assert model.open_sequence(alongside_model=False).layer_evaluation is LayerEvaluation.WHOLE
 
 
 @sweep("evaluation", LayerEvaluation)
@@ -128,7 +128,7 @@ def test_reading_a_prompt_leaves_out_the_last_layers_result(monkeypatch: pytest.
     submitted = []
     monkeypatch.setattr(mx, "async_eval", submitted.append)
     model = MLXModel(llama(num_hidden_layers=6), CacheOptions(), layer_evaluation=LayerEvaluation.PIPELINED)
-    sequence = model.open_sequence(beside_another=True)
+    sequence = model.open_sequence(alongside_model=True)
     with model.evaluating_layers():
         sequence.feed((1, 2, 3), 0)
     assert len(submitted) == 5
@@ -152,7 +152,7 @@ def test_logits_of_the_last_token_alone_are_those_among_all(name: str) -> None:
     model = MLXModel(build(name), CacheOptions())
     tokens = tuple(prompt_of(9, vocab_size=model.vocab_size))
     with model.evaluating_layers():
-        among_all, alone = (model.open_sequence(beside_another=False) for _ in range(2))
+        among_all, alone = (model.open_sequence(alongside_model=False) for _ in range(2))
         assert alone.computes_all_logits  # nothing is known before the first pass
         expected = among_all.feed(tokens, len(tokens))
         assert alone.computes_all_logits == (name in COMPUTE_ALL_LOGITS)

@@ -206,9 +206,9 @@ async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(lo
 @pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
 async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(draft, asked, autojump_clock):
     class Neighbourly(ScriptedModel):
-        def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
-            opened.append(beside_another)
-            return super().open_sequence(beside_another=beside_another)
+        def open_sequence(self, *, alongside_model: bool) -> ScriptedSequence:
+            opened.append(alongside_model)
+            return super().open_sequence(alongside_model=alongside_model)
 
     opened: list[bool] = []
     async with simulated(Neighbourly(truthful), draft) as simulation:

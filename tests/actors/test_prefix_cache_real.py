@@ -153,11 +153,11 @@ async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing
 def test_a_text_with_checkpoints_holds_no_more_than_what_is_counted_of_it(name: str) -> None:
     """And not, beside each state, all of the pass that it is a part of."""
     model = MLXModel(family(name), CacheOptions())
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     sequence.feed((1, 2, 3), 0)  # prepares what stays
     sequence.close()
     before = mx.get_active_memory()
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     for seed in range(3):
         sequence.feed(tuple(some_prompt(500, seed=seed)), 0)
         sequence.add_prefix_checkpoint()
@@ -207,7 +207,7 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
     model, draws = MLXModel(make(), CacheOptions(**options)), random.Random(5)
 
     def read(text: list[int]) -> Any:
-        sequence = model.open_sequence(beside_another=False)
+        sequence = model.open_sequence(alongside_model=False)
         for begin in range(0, len(text), 32):
             sequence.feed(tuple(text[begin : begin + 32]), 0)
         return sequence
@@ -228,7 +228,7 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
     while left:
         for text, sequence, expected in left:
             assert mx.allclose(sequence.copy(len(text)).feed((7, 8), 1), expected, atol=1e-3)
-            saved = model.open_sequence(beside_another=False)
+            saved = model.open_sequence(alongside_model=False)
             saved.put_state(sequence.take_state(tuple(text)))
             assert mx.allclose(saved.feed((7, 8), 1), expected, atol=1e-3)
         text, sequence, _ = left.pop(draws.randrange(len(left)))

@@ -271,13 +271,13 @@ class ScriptedCache:
 
     def take(self, *tokens: int) -> CacheHit:
         """Take a sequence for a text."""
-        return self.prefix_cache.open((*tokens, 63), beside_another=False)
+        return self.prefix_cache.open((*tokens, 63), alongside_model=False)
 
     def put(self, hit: CacheHit, *tokens: int) -> None:
         """Read the rest of a text, and return its sequence to the cache."""
         if tokens[hit.num_cached :]:
             hit.sequence.feed(tokens[hit.num_cached :], 0)
-        self.prefix_cache.put(hit.sequence, tokens, tokens, beside_another=False)
+        self.prefix_cache.put(hit.sequence, tokens, tokens, alongside_model=False)
 
     def read(self, *tokens: int) -> tuple[Any, int]:
         """Do both. Returns: the sequence, and the number of tokens that it had cached."""

@@ -123,7 +123,7 @@ async def test_a_trained_drafter_copies_what_it_made_of_the_features_of_the_prom
 
 def read(model: MLXModel) -> MLXSequence:
     """A sequence that has read the prompt, as prefill reads it."""
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     for begin, end in ((0, NUM_READ - CHECKPOINT_DISTANCE), (NUM_READ - CHECKPOINT_DISTANCE, NUM_READ)):
         sequence.feed(tuple(PROMPT[begin:end]), 0)
         if sequence.needs_prefix_checkpoints:
@@ -184,7 +184,7 @@ async def test_caches_of_a_class_that_is_not_known_are_not_copied() -> None:
 @pytest.mark.parametrize("name", ["llama", "sliding_llama"])
 def test_copies_take_memory_only_once_they_are_fed(name: str) -> None:
     model = MLXModel(family(name), CacheOptions())
-    source = model.open_sequence(beside_another=False)
+    source = model.open_sequence(alongside_model=False)
     source.feed(tuple(PROMPT * 20), 0)
     mx.clear_cache()
     before, num_bytes = mx.get_active_memory(), source.num_bytes

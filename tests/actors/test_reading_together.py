@@ -62,7 +62,7 @@ def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: py
     monkeypatch.setattr(MLXSequence, "join", note)
     model, prompts = build(name), prompts_of(5, 40)
     wrapped = MLXModel(model, CacheOptions())
-    sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
+    sequences = [wrapped.open_sequence(alongside_model=False) for _ in prompts]
     for part in (slice(0, 2), slice(2, 5)):
         wrapped.read_together(sequences[part], [tuple(prompt) for prompt in prompts[part]])
     for token in (3, 4):
@@ -72,7 +72,7 @@ def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: py
     for sequence, prompt, found in zip(sequences, prompts, rows, strict=True):
         sequence.leave_batch()
         sequence.check(len(prompt) + 2)
-        alone = wrapped.open_sequence(beside_another=False)
+        alone = wrapped.open_sequence(alongside_model=False)
         alone.feed(tuple(prompt), 0)
         for each in (found, sequence.feed((5,), 1)):
             expected = alone.feed((3, 4) if each is found else (5,), 1)

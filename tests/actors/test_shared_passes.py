@@ -31,7 +31,7 @@ class Text:
     """One text that is decoded greedily, with a drafter that is right as often as `luck` says."""
 
     def __init__(self, model: MLXModel, prompt: Sequence[int], truth: Sequence[int]) -> None:
-        self.sequence = model.open_sequence(beside_another=False)
+        self.sequence = model.open_sequence(alongside_model=False)
         self.tokens, self.num_prompt, self.truth = list(prompt), len(prompt), truth
         self.sequence.feed(tuple(prompt[:-1]), 0)
         self.drafted: list[int] = []
@@ -256,7 +256,7 @@ def test_an_id_beyond_the_vocabulary_is_read_as_the_last_id(beyond: int) -> None
     model = MLXModel(build("llama"), CacheOptions())
 
     def logits_after(token: int) -> list[mx.array]:
-        sequences = [model.open_sequence(beside_another=False) for _ in range(2)]
+        sequences = [model.open_sequence(alongside_model=False) for _ in range(2)]
         for sequence in sequences:
             sequence.feed((3, 1, 4), 0)
         logits = model.feed_together([Feed(sequences[0], (token, 5), 2), Feed(sequences[1], (7,), 1)])
@@ -272,7 +272,7 @@ def test_an_id_beyond_the_vocabulary_is_read_as_the_last_id(beyond: int) -> None
 
 def test_a_text_whose_caches_cannot_be_taken_out_of_a_batch_is_lost_and_the_others_go_on(monkeypatch):
     wrapped = MLXModel(build("llama"), CacheOptions())
-    texts = [wrapped.open_sequence(beside_another=False) for _ in range(3)]
+    texts = [wrapped.open_sequence(alongside_model=False) for _ in range(3)]
     for text in texts:
         text.feed((1, 2, 3), 0)
     before = wrapped.feed_together([Feed(text, (4,), 1) for text in texts])

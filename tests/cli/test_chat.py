@@ -258,7 +258,7 @@ async def shown(output: Output) -> None:
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
         conversation = rt.conversation(logits_processors=(processor,), lookahead=0)
         signals = ChatSignals(CommandOutcome(), Display())
-        await chat_command.Chat(rt, conversation, Typed("What now?"), output, signals, False).take_turns()
+        await chat_command.TerminalChat(rt, conversation, Typed("What now?"), output, signals, False).take_turns()
 
 
 async def test_a_pipe_gets_what_is_said_and_not_what_is_thought(capfd):

@@ -12,11 +12,11 @@ from command_line import ran
 
 from protocol.errors import SettingsError
 from runtime.distill import distillation
-from runtime.distill.evaluation import Acceptance, Evaluation
+from runtime.distill.evaluation import AcceptanceRates, Evaluation
 
 
 def evaluation(share: float, *, is_best: bool) -> Evaluation:
-    every = Acceptance((share, 0.5, 0.25), (0.75, 0.625, 0.5))
+    every = AcceptanceRates((share, 0.5, 0.25), (0.75, 0.625, 0.5))
     return Evaluation(
         batches=4,
         tokens=16384,

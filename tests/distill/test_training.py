@@ -9,7 +9,7 @@ from architectures import VOCAB_SIZE, build
 from sweeps import sweep
 
 from actors.trained.kinds.eagle3 import Eagle3, read_config
-from runtime.distill.evaluation import ALL, TEMPERATURE, Drafted, acceptance_by_category, acceptance_of
+from runtime.distill.evaluation import ALL, TEMPERATURE, DraftAgreement, acceptance_by_category, acceptance_of
 from runtime.distill.hidden_states import HiddenStates, StateFiles
 from runtime.distill.training import (
     LEAST_GAIN,
@@ -17,8 +17,8 @@ from runtime.distill.training import (
     NUM_STEPS,
     PATIENCE,
     REDUCTION,
-    Progress,
     Training,
+    TrainingProgress,
     logits_of_steps,
 )
 
@@ -63,7 +63,7 @@ BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i
 
 
 def test_the_learning_rate_falls_where_evaluations_gain_nothing() -> None:
-    progress = Progress(learning_rate=1.0).evaluated(0.5)
+    progress = TrainingProgress(learning_rate=1.0).evaluated(0.5)
     assert progress.best == 0.5
     assert progress.evaluated(0.5 + 2 * LEAST_GAIN).best == 0.5 + 2 * LEAST_GAIN
     for reductions in range(1, MAX_REDUCTIONS + 2):
@@ -163,7 +163,7 @@ def test_the_targets_weights_stay_as_they_are() -> None:
 # --- the acceptance of drafts, by depth, category and temperature ---------------------------------
 
 
-ONE, OTHER = Drafted((10, 5, 2, 1), (6.0, 2.0, 1.5)), Drafted((10, 10, 0, 0), (8.0, 6.0, 0.0))
+ONE, OTHER = DraftAgreement((10, 5, 2, 1), (6.0, 2.0, 1.5)), DraftAgreement((10, 10, 0, 0), (8.0, 6.0, 0.0))
 
 
 def test_each_step_counts_where_those_before_it_agree() -> None:

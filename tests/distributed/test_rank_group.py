@@ -19,12 +19,12 @@ from ranks import free_ports
 from sweeps import sweep
 
 from actors.distributed import joining
-from actors.distributed.connection import MAX_FIRST_BYTES, Connection
+from actors.distributed.connection import MAX_FIRST_BYTES, RankConnection
 from actors.distributed.rank_address import RankAddress
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Beat, Broken, CloseTarget, Hello, Loaded, OpenTarget
+from protocol.rank_messages import Beat, Broken, CloseTarget, Hello, OpenTarget, RankLoaded
 from runtime.cli import command, generate_command
 from runtime.ranks import following, leading, sharded_target
 
@@ -40,10 +40,10 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[RankGroup, Connection]]:
+def pair() -> Iterator[tuple[RankGroup, RankConnection]]:
     """Rank 0's group of two, and the end of its connection at rank 1."""
     own, other = connected()
-    group, end = RankGroup(0, 2, {1: Connection(own, 5.0)}), Connection(other, 5.0)
+    group, end = RankGroup(0, 2, {1: RankConnection(own, 5.0)}), RankConnection(other, 5.0)
     yield group, end
     group.fail("the test is over")
     group._thread.join(30)  # which closes its socket
@@ -78,7 +78,7 @@ async def test_messages_after_the_end_of_a_target_are_about_the_next_one(pair):
 
 def test_a_heartbeat_does_not_wait_for_an_end_that_takes_nothing():
     own, other = connected()
-    sender, beat = Connection(own, 60.0), Beat("feed", 1.0)
+    sender, beat = RankConnection(own, 60.0), Beat("feed", 1.0)
     own.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -141,9 +141,9 @@ def test_a_rank_that_is_told_to_open_another_target_says_so():
 
 
 def test_ranks_that_have_not_loaded_are_named_while_they_are_waited_for(caplog):
-    received = iter([(2, Loaded({})), None, (1, Loaded({}))])
+    received = iter([(2, RankLoaded({})), None, (1, RankLoaded({}))])
 
-    def receive(_: float) -> tuple[int, Loaded]:
+    def receive(_: float) -> tuple[int, RankLoaded]:
         if (found := next(received)) is None:
             raise TimeoutError
         return found
@@ -185,7 +185,7 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
 @sweep("data", [b'["Hello","x",2,{}]', b'["Hello",1,2,5]', b"[" * 50_000])
 def test_strangers_at_the_control_port_are_ignored(data):
     own, other = connected()
-    connections: dict[int, Connection] = {}
+    connections: dict[int, RankConnection] = {}
     with other:
         other.sendall(struct.pack("!I", len(data)) + data)
         joining._receive_hello(own, HELLO, connections, time.monotonic() + 5.0)
@@ -198,7 +198,7 @@ def test_a_first_message_is_bounded():
     with own, other:
         other.sendall(struct.pack("!I", MAX_FIRST_BYTES + 1))
         with pytest.raises(ProtocolError, match="a message of 65537 bytes was announced"):
-            Connection(own, 5.0).receive_first(time.monotonic() + 5.0)
+            RankConnection(own, 5.0).receive_first(time.monotonic() + 5.0)
 
 
 def test_a_stranger_that_says_little_at_a_time_does_not_hold_the_others_up(monkeypatch):
@@ -221,7 +221,7 @@ def test_a_stranger_that_says_little_at_a_time_does_not_hold_the_others_up(monke
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stranger: Any = Drip()
     with pytest.raises(TimeoutError, match="the first message was not there in time"):
-        Connection(stranger, 3.5).receive_first(2.5)
+        RankConnection(stranger, 3.5).receive_first(2.5)
     assert now == 2.5
 
 
@@ -230,7 +230,7 @@ def test_ranks_join_over_ipv6():
     address = RankAddress(0, 2, "::1", free_ports(1)[0])
     deadline = time.monotonic() + 30.0
     hello = Hello(1, 2, HELLO.versions)
-    reached: list[Connection] = []
+    reached: list[RankConnection] = []
 
     def reach() -> None:
         reached.append(joining._reach(RankAddress(1, 2, address.host, address.port), hello, deadline, 30.0))

@@ -12,7 +12,7 @@ from ranks import ranks
 
 from actors.distributed.sharded_model import Announcer, TakenParts
 from actors.mlx.cache_kinds import LayerState
-from actors.mlx.sequence_state import Recorder, SequenceState, recall
+from actors.mlx.sequence_state import SequenceState, StateRecorder, recall
 from actors.persistence import rank_parts
 from protocol.errors import RankError
 from protocol.rank_messages import OperationResult, RankMessage, decode, encode
@@ -94,7 +94,7 @@ def a_part() -> SequenceState:
 
 def test_a_part_arrives_layer_by_layer_as_it_was():
     wire: Any = Wire()
-    recorder = Recorder(a_part(), "target", rank=1)
+    recorder = StateRecorder(a_part(), "target", rank=1)
     sent = [rank_parts.send_step(recorder, wire, {"family": "llama"}) for _ in range(3)]
     assert sent == [False, False, True]  # two layers, and the description
     record = rank_parts.receive_record(wire)

@@ -31,7 +31,7 @@ from actors.mlx.model import MLXModel
 from actors.model import RewindMode
 from actors.trained.drafter_model import TrainedDrafter
 from protocol.errors import RankError
-from protocol.rank_messages import CloseTarget, Describe, Description, Loaded, RankMessage
+from protocol.rank_messages import CloseTarget, Describe, Description, RankLoaded, RankMessage
 from runtime.cli import main as cli
 from runtime.doctor.agreement import BEGINNINGS, agreement, agreement_rows
 from runtime.doctor.ranks import examine_ranks, take_part_in_examination
@@ -400,4 +400,4 @@ def test_a_rank_that_asks_or_answers_something_else_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 was to be asked what it is, and rank 0 sent CloseTarget"):
         take_part_in_examination(group(1, (0, CloseTarget())))
     with pytest.raises(RankError, match="rank 2 was to say what it is, and sent Loaded"):
-        examine_ranks(group(0, (2, Loaded({}))))
+        examine_ranks(group(0, (2, RankLoaded({}))))

@@ -21,7 +21,7 @@ from protocol.open_options import OpenOptions
 from protocol.settings import Settings
 from protocol.settings_keywords import SettingsArguments
 from runtime.engine.opening import OpenArguments, OpenArgumentsAndSettings
-from runtime.loading.model_sources import Source
+from runtime.loading.model_sources import ModelSource
 
 FACES = (runtime, runtime.aio, runtime.sync)
 # Arguments that `Settings` converts have wider types.
@@ -91,7 +91,7 @@ NAMES = {
     **DESCRIBED,
     **{name: getattr(runtime, name) for name in runtime.__all__},
     # Names that modules import for type checkers only.
-    **{"mx": mx, "Module": nn.Module, "Source": Source, "OpenArguments": OpenArguments},
+    **{"mx": mx, "Module": nn.Module, "Source": ModelSource, "OpenArguments": OpenArguments},
 }
 
 

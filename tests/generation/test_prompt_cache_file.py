@@ -116,7 +116,7 @@ async def test_a_trained_drafter_gets_the_features_of_the_text_after_the_file(tm
     given: list[tuple[int, mx.array]] = []
     async with drafted(folder, model) as rt:
         layers = rt._draft.model.feature_layers
-        sequences = type(rt._draft.model.open_sequence(beside_another=False))
+        sequences = type(rt._draft.model.open_sequence(alongside_model=False))
         give = sequences.give
 
         def noted(sequence: Any, start: int, features: mx.array) -> None:

@@ -34,7 +34,7 @@ from sweeps import sweep
 
 import runtime
 from runtime.generation.answers.message_format import HARMONY
-from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
+from runtime.generation.reasoning import ReasoningCounter, ReasoningTracker, reader_of
 
 LETTERS = Letters(thinks=True, template=None, ends=False)
 OPENING, CLOSING = LETTERS.encode("<t>"), LETTERS.encode("</t>")
@@ -282,9 +282,9 @@ async def test_reasoning_that_is_over_is_not_closed_again(autojump_clock):
 # --- formats ----------------------------------------------------------------------------------------
 
 
-def limit_of(tokenizer: Any, num_tokens: int, prompt: Sequence[int]) -> ReasoningLimit:
+def limit_of(tokenizer: Any, num_tokens: int, prompt: Sequence[int]) -> ReasoningCounter:
     answer = ReasoningTracker(tokenizer, prompt)
-    return ReasoningLimit(tokenizer, answer.tags, reader_of(answer), len(prompt), num_tokens)
+    return ReasoningCounter(tokenizer, answer.tags, reader_of(answer), len(prompt), num_tokens)
 
 
 def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content():
@@ -357,7 +357,7 @@ async def test_a_budget_is_refused_if_the_grammar_has_no_place_for_the_tag():
 def test_drafted_tokens_are_judged_up_to_the_place_where_the_reasoning_that_they_open_is_to_be_closed(budget):
     dice = random.Random(budget)
 
-    def followed(text: Sequence[int]) -> ReasoningLimit:
+    def followed(text: Sequence[int]) -> ReasoningCounter:
         limit = limit_of(LETTERS, budget, PLAIN)
         limit.follow([*PLAIN, *text])
         return limit

@@ -14,7 +14,7 @@ from sweeps import sweep
 
 import runtime
 from runtime.loading.gguf.blocks import floats_of, packed
-from runtime.loading.gguf.container import Tensor
+from runtime.loading.gguf.container import GGUFTensor
 from runtime.loading.gguf.weights import load_gguf
 
 TOKENS = mx.array([[5, 17, 3, 60, 8, 41, 22, 9, 33, 2, 71, 64, 12, 50, 28, 19, 7, 90, 1, 45]])
@@ -64,7 +64,7 @@ def test_blocks_of_every_type_have_the_values_that_gguf_dequantises(kind: str) -
                 blocks[..., begin : begin + 2] = factors[..., None].view(np.uint8)
     else:
         blocks = numbers.normal(size=(6, 4, 256)).astype(np.float16).view(np.uint8).reshape(6, -1, num_bytes)
-    tensor = Tensor("t", type, (6, 1024), blocks.reshape(6, -1))
+    tensor = GGUFTensor("t", type, (6, 1024), blocks.reshape(6, -1))
     expected = dequantize(tensor.data.view(np.float16) if kind == "F16" else tensor.data, type).reshape(6, 1024)
     np.testing.assert_array_equal(np.array(floats_of(tensor, mx.float32)), expected)
     block = packed(tensor, mx.float32)

@@ -99,7 +99,7 @@ async def test_what_a_cancelled_request_has_brought_back_is_kept(tmp_path, model
                 return filled
 
             monkeypatch.setattr(saved_sequence, "fill", fill_and_leave)
-            await cache_of(rt).bring_back(tuple(PROMPT), beside_another=False)
+            await cache_of(rt).bring_back(tuple(PROMPT), alongside_model=False)
         monkeypatch.undo()
         tmp_path.rename(tmp_path.with_name("gone"))  # it comes from memory now
         assert await answer(rt, PROMPT) == (text, len(PROMPT) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
@@ -177,6 +178,19 @@ def test_no_folder_has_more_than_a_dozen_modules():
 def test_no_module_is_longer_than_can_be_read_in_one_go():
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES_A_MODULE} == {}
+
+
+def test_no_two_classes_or_types_share_a_name():
+    """But for a runtime on each kind of event loop, whose faces have the same names."""
+    found: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in () if name.startswith(("runtime.bridge", "runtime.aio", "runtime.sync")) else parsed(path).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            named = [node.name] if isinstance(node, ast.ClassDef) else [ast.unparse(target) for target in targets]
+            for each in named:
+                if re.fullmatch("[A-Z][A-Za-z]*[a-z][A-Za-z]*", each):
+                    found.setdefault(each, []).append(name)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 
 @sweep("path", modules("protocol"))

@@ -14,7 +14,7 @@ from sweeps import sweep
 from protocol import drafter_wire, rank_messages
 from protocol.errors import ProtocolError
 from protocol.messages import Features, Open, Proposal
-from protocol.rank_messages import Operation, Operations, TextEntry
+from protocol.rank_messages import RankOperation, RankOperations, TextEntry
 from protocol.session_state import Commit
 from protocol.settings import Settings
 from protocol.tensor import Tensor
@@ -153,7 +153,7 @@ def test_a_long_message_is_bounded_though_its_parts_are_short() -> None:
 
 def test_what_is_sent_often_is_small() -> None:
     """Less than a network packet."""
-    prepare = Operation("prepare", 12, (5, 1000))
-    feed = Operation("feed_together", None, ([(12, (100_000,) * 5, 5)],), (TextEntry(12, 1000, 2**32 - 1),))
-    assert len(rank_messages.encode(Operations((prepare, feed)))) < 200
+    prepare = RankOperation("prepare", 12, (5, 1000))
+    feed = RankOperation("feed_together", None, ([(12, (100_000,) * 5, 5)],), (TextEntry(12, 1000, 2**32 - 1),))
+    assert len(rank_messages.encode(RankOperations((prepare, feed)))) < 200
     assert len(drafter_wire.encode(Proposal(3, 1000, 5000, (100_000,) * 5, (), (0.5,) * 5))) < 200

@@ -31,7 +31,7 @@ from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
-from runtime.server.answers.api import AnswerSplitter, BegunAnswer, Event, Serializer
+from runtime.server.answers.api import AnswerSplitter, BegunAnswer, Serializer, ServerSentEvent
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.chat import function_of
 from runtime.server.answers.preparation import Preparation
@@ -92,7 +92,7 @@ def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
 
 
 def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
-    events: list[Event] = [*serializer.first_events(STATISTICS)]
+    events: list[ServerSentEvent] = [*serializer.first_events(STATISTICS)]
     for token in tokens:
         events += serializer.events([token], STATISTICS)
     events += serializer.last_events(STATISTICS)

@@ -38,7 +38,7 @@ from runtime.server import timelines
 from runtime.server.connections.address import network
 from runtime.server.limits import Limits
 from runtime.server.middleware import AccessLog, ForwardedClients
-from runtime.server.openai.serializers import Completion
+from runtime.server.openai.serializers import TextCompletion
 
 WHEN = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
@@ -259,7 +259,7 @@ async def test_who_watches_hears_of_every_token_and_of_each_span_once(server):
     assert {"target", "draft"} == {span["actor"] for span in heard}
     assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
     assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
-    adapter(Completion).validate_python(answer.events[0], strict=True)
+    adapter(TextCompletion).validate_python(answer.events[0], strict=True)
 
 
 @on_server(looping, price=priced(prefill=2.0), limits=Limits(prefill_step_size=512))
@@ -286,7 +286,7 @@ async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again
     assert all(before != after for before, after in itertools.pairwise(states))
     rested = [i.at for i in server.simulation.instants("rest")]
     assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
-    adapter(Completion).validate_python(answer.events[0], strict=True)
+    adapter(TextCompletion).validate_python(answer.events[0], strict=True)
 
 
 def test_changes_of_the_drafter_are_told_once_and_with_their_times():

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.server.answers import endpoint
-from runtime.server.connections.connection import Connection
+from runtime.server.connections.connection import ClientConnection
 from runtime.server.limits import Limits
 
 STALLED_S = 2
@@ -70,7 +70,7 @@ class Reader:
 async def read_by(app: Any, body: Any, *, rate: float) -> Reader:
     """What becomes of a request whose client reads at a rate."""
     reader = Reader(request("POST", "/v1/completions", body, headers={"Connection": "close"}), rate)
-    connection = Connection(app, reader, trio.Event(), stalled_s=STALLED_S, idle_s=math.inf)
+    connection = ClientConnection(app, reader, trio.Event(), stalled_s=STALLED_S, idle_s=math.inf)
     await connection.run()
     return reader
 

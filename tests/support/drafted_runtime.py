@@ -137,7 +137,7 @@ def features_of(built: Any, text: tuple[int, ...], layers: tuple[int, ...] | Non
 
 def recorded(model: MLXModel, text: tuple[int, ...]) -> mx.array:
     """The features of a text that is read in one pass, which the model records."""
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     sequence.feed(text, 0)
     taken = sequence.features.take(len(text))
     sequence.close()

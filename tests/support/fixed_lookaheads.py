@@ -36,7 +36,7 @@ def passes(acceptance: float, lookahead: int, num_tokens: int) -> Iterator[tuple
 def agreements(acceptance: float, num_tokens: int) -> list[bool]:
     """For each token of the text, whether the draft would have chosen it, too."""
     scenario = Scenario(acceptance, cost_ratio=1.0)
-    both = [model(scenario).open_sequence(beside_another=True) for model in (ScriptedTarget, ScriptedDraft)]
+    both = [model(scenario).open_sequence(alongside_model=True) for model in (ScriptedTarget, ScriptedDraft)]
     tokens, found = PROMPT, []
     for _ in range(num_tokens):
         rows = []

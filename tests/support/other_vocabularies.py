@@ -109,8 +109,8 @@ class TranslatedScript(ScriptedModel):
         super().__init__(script, vocab_size=len(vocabulary_map.readings), **changes)
         self._tables = TokenTables(vocabulary_map)
 
-    def open_sequence(self, *, beside_another: bool) -> Any:
-        own = super().open_sequence(beside_another=beside_another)
+    def open_sequence(self, *, alongside_model: bool) -> Any:
+        own = super().open_sequence(alongside_model=alongside_model)
         return TranslatedSequence(own, self._tables, self.context_length)
 
 

@@ -363,7 +363,7 @@ class ScriptedModel(FeedsEach):
     # What its sequences are.
     kind: type[ScriptedSequence] = ScriptedSequence
 
-    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
+    def open_sequence(self, *, alongside_model: bool) -> ScriptedSequence:
         self.fail_if_told("open")
         self.sequences.append(self.kind(self))
         return self.sequences[-1]

@@ -93,7 +93,7 @@ class ScriptedTarget(FeedsEach):
         self._seed = scenario.seed
         self.records_features = scenario.stale_acceptance is not None
 
-    def open_sequence(self, *, beside_another: bool) -> _Sequence:
+    def open_sequence(self, *, alongside_model: bool) -> _Sequence:
         return (_RecordingSequence if self.records_features else _Sequence)(self._row, self._seed)
 
     def _row(self, history: int, _length: int, _staleness: int) -> list[float]:
@@ -115,7 +115,7 @@ class ScriptedDraft(FeedsEach):
         self._probs = [_beta_draws(mean) for mean in means]
         self._is_trained = scenario.stale_acceptance is not None
 
-    def open_sequence(self, *, beside_another: bool) -> _Sequence:
+    def open_sequence(self, *, alongside_model: bool) -> _Sequence:
         return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._scenario.seed)
 
     def _row(self, history: int, length: int, staleness: int) -> list[float]:

@@ -14,7 +14,7 @@ import outcome
 import trio
 
 from actors.workers.worker import Job, Steps, as_job_error
-from protocol.trace import Actor, Event, Span, SpanKind
+from protocol.trace import ActorName, Event, Span, SpanKind
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: ActorName,
         price: Callable[[Job[Any]], float],
         on_event: Callable[[Event], None] | None = None,
         contention: Contention | None = None,

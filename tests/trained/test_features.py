@@ -85,7 +85,7 @@ def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
         model = MLXModel(built, CacheOptions())
         model.record_features((0, 1, len(built.layers)))
         texts: list[list[int]] = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in (9, 4, 13)]
-        sequences = [model.open_sequence(beside_another=False) for _ in texts]
+        sequences = [model.open_sequence(alongside_model=False) for _ in texts]
         found: list[list[mx.array]] = [[] for _ in texts]
 
         def take() -> None:
@@ -126,7 +126,7 @@ def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
     with evaluating_layers(built):
         model = MLXModel(built, CacheOptions())
         model.record_features((1,))
-        sequences = [model.open_sequence(beside_another=False) for _ in range(3)]
+        sequences = [model.open_sequence(alongside_model=False) for _ in range(3)]
         for sequence in sequences:
             sequence.feed((3, 1, 4), 0)
             sequence.features.take(sequence.length)

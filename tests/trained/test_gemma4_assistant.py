@@ -97,8 +97,8 @@ def test_keys_and_values_are_those_in_the_targets_caches(name: str, are_rows: bo
     drafter = TrainedDrafter(write_gemma4(tmp_path), built, model.vocab_size)
     model.record_features(drafter.feature_layers)
     with model.evaluating_layers():
-        texts = [model.open_sequence(beside_another=False) for _ in range(2 if are_rows else 1)]
-        drafted = [drafter.open_sequence(beside_another=False) for _ in texts]
+        texts = [model.open_sequence(alongside_model=False) for _ in range(2 if are_rows else 1)]
+        drafted = [drafter.open_sequence(alongside_model=False) for _ in texts]
         for text in texts:
             text.feed(tuple(draws.choices(range(VOCAB_SIZE), k=draws.randint(2, 6))), 0)
         while min(text.length for text in texts) < 40:

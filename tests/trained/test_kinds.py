@@ -158,7 +158,7 @@ async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(ki
     drafter = TrainedDrafter(tmp_path, target, target_vocab_size=SIZE)
     features = features_of(target, text, drafter.feature_layers)
     for position, tokens in proposals:
-        sequence = drafter.open_sequence(beside_another=False)
+        sequence = drafter.open_sequence(alongside_model=False)
         sequence.give(0, features[: position - 1])
         logits = sequence.feed((*text[:position], *tokens[:-1]), len(tokens))
         assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())

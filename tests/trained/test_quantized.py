@@ -62,7 +62,7 @@ def write_quantized(folder: Path, to: Path, formats: tuple[dict[str, Any], ...])
 def logits_of(folder: Path, target: Any) -> tuple[TrainedDrafter, mx.array]:
     """The logits of a drafter after each token of a text, features being random."""
     drafter = TrainedDrafter(folder, target, VOCAB_SIZE)
-    sequence = drafter.open_sequence(beside_another=False)
+    sequence = drafter.open_sequence(alongside_model=False)
     width = len(drafter.feature_layers) * 32
     sequence.give(0, mx.random.normal((9, width), key=mx.random.key(3)))
     given = sequence.feed(tuple(range(1, 11)), 10)

@@ -86,7 +86,7 @@ class Text:
 
 def begun(drafter: TrainedDrafter, draws: random.Random) -> Text:
     tokens = tuple(draws.randrange(VOCAB_SIZE) for _ in range(400))
-    pair = [drafter.open_sequence(beside_another=False) for _ in range(2)]
+    pair = [drafter.open_sequence(alongside_model=False) for _ in range(2)]
     shape = (len(tokens), pair[0].feature_width)
     text = Text(pair[0], pair[1], tokens, mx.random.normal(shape, key=mx.random.key(draws.randrange(1000))))
     num_read = draws.randint(1, 12)

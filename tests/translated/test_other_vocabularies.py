@@ -79,7 +79,7 @@ def test_longer_tokens_of_the_draft_model_stand_for_what_the_target_begins_them_
     text = smaller.tokenizer.encode("".join(STREAM_PROMPTS))
     num_foreseen = []
     for vocabularies in (found, attrs.evolve(found, beginnings={})):
-        sequence = TranslatedModel(MLXModel(model, CacheOptions()), vocabularies).open_sequence(beside_another=False)
+        sequence = TranslatedModel(MLXModel(model, CacheOptions()), vocabularies).open_sequence(alongside_model=False)
         rows = sequence.feed(tuple(text[:-1]), len(text) - 1)
         num_foreseen.append(int(mx.sum(mx.argmax(rows, axis=-1) == mx.array(text[1:])).item()))
     assert num_foreseen[0] > num_foreseen[1]

@@ -41,7 +41,7 @@ def expected_rows(own: MLXModel, text: list[int], num_rows: int, vocabulary_map:
     """The logits after the last tokens of a text, each from a sequence of its own."""
     rows = []
     for end in range(len(text) - num_rows + 1, len(text) + 1):
-        sequence = own.open_sequence(beside_another=False)
+        sequence = own.open_sequence(alongside_model=False)
         logits = sequence.feed(tuple(own_texts(vocabulary_map, text[:end])), 1)
         proposed = {own: token for token, own in vocabulary_map.shared.items()} | dict(vocabulary_map.beginnings)
         row = [-math.inf] * 6
@@ -69,7 +69,7 @@ def assert_same(found: mx.array | None, expected: mx.array) -> None:
 )
 def test_a_text_of_twice_as_many_tokens_of_its_own_takes_no_more_than_is_reserved(model: Any, options: Any) -> None:
     translator = TranslatedModel(MLXModel(model(max_position_embeddings=4096), CacheOptions(**options)), MAP)
-    sequence = translator.open_sequence(beside_another=False)
+    sequence = translator.open_sequence(alongside_model=False)
     for num_tokens in range(200, 1201, 200):
         sequence.feed((4,) * 200, 0)
         assert sequence.own.length == 2 * num_tokens
@@ -82,7 +82,7 @@ def test_a_text_of_twice_as_many_tokens_of_its_own_takes_no_more_than_is_reserve
 def test_a_text_has_the_logits_of_the_models_own_tokens_whatever_becomes_of_it(is_recurrent, begin, seed):
     vocabulary_map = attrs.evolve(MAP, begin=begin)
     model, own = translated((mamba if is_recurrent else llama)(vocab_size=OWN_SIZE), vocabulary_map)
-    sequence, draws = model.open_sequence(beside_another=False), random.Random(seed)
+    sequence, draws = model.open_sequence(alongside_model=False), random.Random(seed)
     assert (sequence.needs_prefix_checkpoints, sequence.depends_on_passes) == (is_recurrent, False)
     text, checkpoints = list[int](), list[int]()
     for _ in range(16):
@@ -126,7 +126,7 @@ def test_a_text_has_the_logits_of_the_models_own_tokens_whatever_becomes_of_it(i
 def test_several_texts_share_a_pass() -> None:
     model, own = translated()
     texts = [[0, 4, 1], [5, 2], [3, 3, 4, 4]]
-    sequences = [model.open_sequence(beside_another=False) for _ in texts]
+    sequences = [model.open_sequence(alongside_model=False) for _ in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         sequence.feed(tuple(text), 0)
     assert model.sharing_obstacle() is None
@@ -146,7 +146,7 @@ def test_several_texts_share_a_pass() -> None:
 def test_a_text_that_is_too_long_in_the_models_own_tokens_is_not_fed() -> None:
     model, _ = translated(llama(vocab_size=OWN_SIZE, max_position_embeddings=8))
     assert model.context_length == 8
-    sequence = model.open_sequence(beside_another=False)
+    sequence = model.open_sequence(alongside_model=False)
     sequence.feed((4, 4, 4), 0)
     with pytest.raises(runtime.ModelError, match="the text has 9 tokens of the draft model, and its context takes 8"):
         sequence.feed((5,), 1)

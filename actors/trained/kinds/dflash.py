@@ -36,7 +36,7 @@ from actors.trained.drafter_files import (
 from actors.trained.kinds.block_heads import AcceptanceHead, BlockConvolution, CandidateSelector, MarkovHead, convolved
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, head_of
-from actors.trained.shared_reading import Part, Reading, SharedPass
+from actors.trained.shared_reading import ReadingPart, SharedPass, SharedReading
 from actors.trained.trained_sequence import ContextSequence
 from protocol.errors import ModelError
 
@@ -315,7 +315,7 @@ class Anchor:
 
 
 @attrs.frozen
-class Block:
+class DraftBlock:
     """What the pass of a block gave."""
 
     position: int  # of the anchor
@@ -325,7 +325,7 @@ class Block:
 
 
 class DFlashReader(SharedPass[Anchor]):
-    """A drafter with its target's embedding and head; see `ContextReader`. The result of its pass is a `Block`."""
+    """A drafter with its target's embedding and head; see `ContextReader`. The result of its pass is a `DraftBlock`."""
 
     def __init__(
         self, model: DFlash, target_ids: mx.array | None, target_vocab_size: int, embed: Layer, head: Layer
@@ -345,11 +345,11 @@ class DFlashReader(SharedPass[Anchor]):
             keys, values = layer.self_attn.keys_and_values(hidden)
             of_layer.update_and_fetch(layer.self_attn.rope(keys, offset=position), values)
 
-    def alone(self, part: Anchor) -> Block:
+    def alone(self, part: Anchor) -> DraftBlock:
         [block] = self.together([part])
         return block
 
-    def together(self, parts: Sequence[Anchor]) -> list[Block]:
+    def together(self, parts: Sequence[Anchor]) -> list[DraftBlock]:
         config = self._model.config
         tokens = [[part.token] + [config.mask_token_id] * (config.block_size - 1) for part in parts]
         hidden = self._embed(mx.array(tokens)) * config.embedding_scale
@@ -364,9 +364,9 @@ class DFlashReader(SharedPass[Anchor]):
         logits = self._head(hidden) * config.logit_scale
         if config.logit_cap is not None:
             logits = mx.tanh(logits / config.logit_cap) * config.logit_cap
-        return [Block(part.position, part.token, logits[row], hidden[row]) for row, part in enumerate(parts)]
+        return [DraftBlock(part.position, part.token, logits[row], hidden[row]) for row, part in enumerate(parts)]
 
-    def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
+    def acceptance_after(self, block: DraftBlock, tokens: Sequence[int], num_rows: int) -> mx.array | None:
         """See `FeatureInput.acceptance`; for the logits of `read_after`."""
         if (head := self._model.get("confidence_head")) is None:
             return None
@@ -376,7 +376,7 @@ class DFlashReader(SharedPass[Anchor]):
         given: mx.array = head(*inputs)
         return given
 
-    def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
+    def read_after(self, block: DraftBlock, tokens: Sequence[int], num_rows: int) -> mx.array:
         """(num_rows, V) logits after the last of `tokens`, which begin with the anchor; lazy."""
         length = len(tokens)
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
@@ -390,7 +390,7 @@ class BlockSequence(ContextSequence):
     def __init__(self, reader: DFlashReader) -> None:
         super().__init__(reader)
         self._reader = reader
-        self._block: Block | None = None
+        self._block: DraftBlock | None = None
         # For each part of a feed's logits: its number of rows, and the estimates for them.
         self._estimates: list[tuple[int, mx.array | None]] = []
 
@@ -401,7 +401,7 @@ class BlockSequence(ContextSequence):
     def _drop_drafts(self) -> None:
         self._block = None
 
-    def reading(self, tokens: tuple[int, ...], num_logits: int) -> Reading[mx.array | None]:
+    def reading(self, tokens: tuple[int, ...], num_logits: int) -> SharedReading[mx.array | None]:
         self._estimates.clear()
         logits = yield from super().reading(tokens, num_logits)
         has_estimates = any(estimate is not None for _, estimate in self._estimates)
@@ -409,7 +409,7 @@ class BlockSequence(ContextSequence):
         self.acceptance = mx.concatenate(of_rows) if has_estimates else None
         return logits
 
-    def _logits(self, position: int) -> Reading[mx.array]:
+    def _logits(self, position: int) -> SharedReading[mx.array]:
         block = yield from self._block_for(position)
         index = 0 if block is None else position - block.position
         if block is None or index >= self._reader.num_foreseen:
@@ -420,7 +420,7 @@ class BlockSequence(ContextSequence):
         self._estimates.append((end - index, self._reader.acceptance_after(*read)))
         return self._reader.read_after(*read)
 
-    def _block_for(self, position: int) -> Reading[Block | None]:
+    def _block_for(self, position: int) -> SharedReading[DraftBlock | None]:
         """The block that predicts the token after a position; None if there are no features before that position."""
         begin = min(position, self._end)
         if begin <= self._begin:
@@ -433,7 +433,7 @@ class BlockSequence(ContextSequence):
             if last.position == begin or (begin < self._end and follows):
                 return last
         part = Anchor(self._tokens[begin], begin, self._cache, begin - self._begin)
-        self._block = yield Part(self._reader, part)
+        self._block = yield ReadingPart(self._reader, part)
         return self._block
 
 

@@ -32,7 +32,7 @@ from mlx_lm.models.cache import KVCache
 from actors.prefix_cache import common_length, pack
 from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
-from actors.trained.shared_reading import Reading
+from actors.trained.shared_reading import SharedReading
 from actors.trained.trained_sequence import ContextSequence
 from protocol.errors import ModelError
 
@@ -208,7 +208,7 @@ class Gemma4AssistantSequence(ContextSequence):
     def _drop_drafts(self) -> None:
         self._own.clear()
 
-    def _logits(self, position: int) -> Reading[mx.array]:
+    def _logits(self, position: int) -> SharedReading[mx.array]:
         if position <= self._begin or self._begin == self._end:
             return mx.zeros((1, self._reader.vocab_size))
         if position < self._end:

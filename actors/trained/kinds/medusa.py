@@ -23,7 +23,7 @@ from actors.mlx.sequence_state import SequenceState
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
-from actors.trained.shared_reading import Part, Reading, SharedPass
+from actors.trained.shared_reading import ReadingPart, SharedPass, SharedReading
 from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
 from protocol.errors import ModelError
 from protocol.messages import Features
@@ -148,20 +148,20 @@ class HeadSequence(TrainedSequence):
         self._begin, self._hidden = state.features.start, state.features.values
         self._tokens, self.num_given = [*state.tokens], self._num_known
 
-    def _logits(self, position: int) -> Reading[mx.array]:
+    def _logits(self, position: int) -> SharedReading[mx.array]:
         if position <= self._begin or self._hidden is None:
             return mx.zeros((1, self._vocab_size))
         # The token at position p + 1 is predicted by the first head from the features of position p - 1.
         first, end = position - 1 - self._begin, min(len(self._tokens), self._num_known + 1) - 1 - self._begin
         last = self._hidden.shape[0] - 1
         if first < last:
-            logits: mx.array = yield Part(self._heads[0], self._hidden[first : max(first + 1, end)])
+            logits: mx.array = yield ReadingPart(self._heads[0], self._hidden[first : max(first + 1, end)])
             return logits
         head = first - last
         if head >= len(self._heads):
             return mx.zeros((1, self._vocab_size))
         if head not in self._rows:
-            self._rows[head] = yield Part(self._heads[head], self._hidden[last:])
+            self._rows[head] = yield ReadingPart(self._heads[head], self._hidden[last:])
         return self._rows[head]
 
     def _look_at(self, start: int, features: mx.array) -> None:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import attrs
 
 # Of a message; a "block" has calls between markers of their own.
-Kind = Literal["content", "reasoning", "call", "block"]
+PartKind = Literal["content", "reasoning", "call", "block"]
 
 _START, _CHANNEL, _HEADER_END = "<|start|>", "<|channel|>", "<|message|>"
 # White space between two messages; more of it belongs to a text.
@@ -73,7 +73,7 @@ class MessageFormat:
         words = text.lstrip()
         return len(text) - len(words) <= _MAX_SPACES and any(begin.startswith(words) for begin in self._next_begins)
 
-    def header(self, text: str) -> tuple[Kind, str] | None:
+    def header(self, text: str) -> tuple[PartKind, str] | None:
         """The kind and the recipient of a message, of a call its function, by the text of its header, with or without
         the role; None if it is no header of an answer's message.
         """
@@ -84,7 +84,12 @@ class MessageFormat:
         if match["type"] and not (recipient or channel):  # another role
             return None
         if not self.is_harmony:
-            kinds: dict[str, Kind] = {"": "content", "self": "reasoning", "user": "content", "commentary": "content"}
+            kinds: dict[str, PartKind] = {
+                "": "content",
+                "self": "reasoning",
+                "user": "content",
+                "commentary": "content",
+            }
             return kinds.get(recipient, "block"), recipient
         if recipient:
             return "call", recipient.removeprefix("functions.")

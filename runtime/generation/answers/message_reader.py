@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from runtime.generation.answers.message_format import MAX_HEADER_CHARS, Kind, MessageFormat
+from runtime.generation.answers.message_format import MAX_HEADER_CHARS, MessageFormat, PartKind
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import kind_of
 from runtime.generation.tool_calls.call_format import CallFormat
@@ -52,7 +52,7 @@ class MessageReader:
         self._deltas: list[Delta] = []
         self._given: set[DeltaKind] = set()  # kinds of text that some message had
         self._read: Callable[[], bool] = self._read_header
-        self._kind: Kind = "content"  # of the message
+        self._kind: PartKind = "content"  # of the message
         self.add(begun)
         self._left_out = ""
         self._given.clear()

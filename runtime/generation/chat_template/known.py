@@ -15,7 +15,7 @@ import attrs
 
 from runtime.generation.answers.message_format import special_tokens_of
 from runtime.generation.chat_template.probes import tried
-from runtime.generation.chat_template.repairs import Chat, Message
+from runtime.generation.chat_template.repairs import TemplateInput, TemplateMessage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,10 +100,10 @@ def last_index(tokens: Sequence[int], wanted: tuple[int, ...]) -> int:
 
 # Texts by which the places of messages in what it writes are found.
 USER_MARK, ANSWER_MARK = "userone", "answerone"
-QUESTION: Message = {"role": "user", "content": USER_MARK}
+QUESTION: TemplateMessage = {"role": "user", "content": USER_MARK}
 
 
-def plain(tokenizer: Any, switches: Mapping[str, Any], chat: Chat) -> str:
+def plain(tokenizer: Any, switches: Mapping[str, Any], chat: TemplateInput) -> str:
     """The text that a template makes of a chat. Raises: whatever it raises, as it is third-party code."""
     variables = {"add_generation_prompt": True, **switches, "tokenize": False}
     if not getattr(tokenizer, "has_thinking", True) and tags_of(tokenizer) is not None:
@@ -115,9 +115,9 @@ def plain(tokenizer: Any, switches: Mapping[str, Any], chat: Chat) -> str:
     return cast(str, tokenizer.apply_chat_template([dict(message) for message in chat.messages], **variables))
 
 
-def tried_with(tokenizer: Any, *messages: Message, **switches: Any) -> str | None:
+def tried_with(tokenizer: Any, *messages: TemplateMessage, **switches: Any) -> str | None:
     """The text of messages with variables of the template; None if it raises an error."""
-    return tried(partial(plain, tokenizer, switches), Chat(messages))
+    return tried(partial(plain, tokenizer, switches), TemplateInput(messages))
 
 
 # --- switches of reasoning, and its effort --------------------------------------------------------

@@ -12,9 +12,9 @@ import attrs
 
 from runtime.generation.chat_template.repairs import (
     REPAIRS,
-    Chat,
-    Message,
     Repair,
+    TemplateInput,
+    TemplateMessage,
     arguments_as_json,
     calls_as_text,
     calls_as_text_if_alone,
@@ -25,40 +25,40 @@ from runtime.generation.chat_template.repairs import (
     texts_before_calls,
 )
 
-Render = Callable[[Chat], str]
+Render = Callable[[TemplateInput], str]
 
 
-def _message(role: str, text: str) -> Message:
+def _message(role: str, text: str) -> TemplateMessage:
     return {"role": role, "content": text}
 
 
 _system, _developer, _user, _says = (partial(_message, role) for role in ("system", "developer", "user", "assistant"))
 
 
-def _calls(*calls: Message, content: str | None = "") -> Message:
+def _calls(*calls: TemplateMessage, content: str | None = "") -> TemplateMessage:
     message = {"role": "assistant", "tool_calls": list(calls)}
     return message if content is None else {**message, "content": content}
 
 
-def _call(id: str | None = "callmark1", arguments: Any = None) -> Message:
+def _call(id: str | None = "callmark1", arguments: Any = None) -> TemplateMessage:
     function = {"name": "markedtool", "arguments": {"city": "argumentmark"} if arguments is None else arguments}
     call = {"type": "function", "function": function}
     return call if id is None else {**call, "id": id}
 
 
-def _result(text: str, id: str | None = "callmark1") -> Message:
+def _result(text: str, id: str | None = "callmark1") -> TemplateMessage:
     result = {"role": "tool", "name": "markedtool", "content": text}
     return result if id is None else {**result, "tool_call_id": id}
 
 
-def _orphan(text: str) -> Message:
+def _orphan(text: str) -> TemplateMessage:
     return {"role": "tool", "content": text, "tool_call_id": "callmark9"}
 
 
 _CITY = {"type": "string", "description": "a city"}
 
 
-def _tool(parameters: Any, **function: Any) -> Message:
+def _tool(parameters: Any, **function: Any) -> TemplateMessage:
     return {"type": "function", "function": {"name": "markedtool", **function, "parameters": parameters}}
 
 
@@ -66,10 +66,10 @@ _TOOL = _tool({"type": "object", "properties": {"city": _CITY}, "required": ["ci
 
 
 # A chat, and the texts of it that a template must write, in this order.
-Probe = tuple[tuple[Message, ...], tuple[str, ...]]
+Probe = tuple[tuple[TemplateMessage, ...], tuple[str, ...]]
 
 
-def _probe(*messages: Message, marks: str = "") -> Probe:
+def _probe(*messages: TemplateMessage, marks: str = "") -> Probe:
     return messages, tuple(marks.split())
 
 
@@ -77,7 +77,7 @@ _ANSWERED = (_user("userone"), _says("answerone"))
 _CALLED = (_user("userone"), _calls(_call()), _result("resultone"))
 
 
-def _after_call(call: Message, marks: str = "") -> Probe:
+def _after_call(call: TemplateMessage, marks: str = "") -> Probe:
     result = _result("resultone", call["id"])
     return _probe(_user("userone"), _calls(call), result, _says("answerone"), _user("usertwo"), marks=marks)
 
@@ -156,7 +156,7 @@ class Needs:
     on_error: tuple[Repair, ...] = ()  # these, and those where it raises an error
 
 
-def repaired(chat: Chat, repairs: Iterable[Repair]) -> Chat:
+def repaired(chat: TemplateInput, repairs: Iterable[Repair]) -> TemplateInput:
     """The chat after some repairs."""
     for repair in repairs:
         chat = repair(chat)
@@ -168,7 +168,7 @@ def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None
     repair of this name; None if a call is no part of a content.
     """
     tools = (_TOOL,) if has_tools else ()
-    called = Chat(_CALLED, tools)
+    called = TemplateInput(_CALLED, tools)
 
     def writes_calls(*repairs: Repair) -> bool:
         return _takes(render, repaired(called, repairs), ("argumentmark",))
@@ -183,8 +183,8 @@ def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None
     writes_arguments = writes_calls(*first) or (not takes_calls and writes_calls(calls_as_text))
     always: set[Repair] = set(first if takes_calls else ())
     on_error: set[Repair] = set(first)
-    cases = [(Chat(messages, tools), marks) for messages, marks in _PROBES]
-    cases += [(Chat((_user("userone"),), (tool,)), ("markedtool",)) for tool in _TOOLS if has_tools]
+    cases = [(TemplateInput(messages, tools), marks) for messages, marks in _PROBES]
+    cases += [(TemplateInput((_user("userone"),), (tool,)), ("markedtool",)) for tool in _TOOLS if has_tools]
     for chat, marks in cases:
         if not writes_arguments:
             marks = tuple(mark for mark in marks if not mark.startswith("argument"))
@@ -199,7 +199,7 @@ def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None
     )
 
 
-def needed_of(repairs: Sequence[Repair], takes: Callable[[Chat], bool], chat: Chat) -> list[Repair]:
+def needed_of(repairs: Sequence[Repair], takes: Callable[[TemplateInput], bool], chat: TemplateInput) -> list[Repair]:
     """Those of some repairs without any of which a chat is not taken; none if all of them do not help."""
     needed, changed = [], chat
     for repair in repairs:
@@ -216,7 +216,7 @@ def needed_of(repairs: Sequence[Repair], takes: Callable[[Chat], bool], chat: Ch
     return needed
 
 
-def _takes(render: Render, chat: Chat, marks: Sequence[str] = ()) -> bool:
+def _takes(render: Render, chat: TemplateInput, marks: Sequence[str] = ()) -> bool:
     """Whether a template writes a chat, with these texts in this order."""
     if (text := tried(render, chat)) is None:
         return False
@@ -224,7 +224,7 @@ def _takes(render: Render, chat: Chat, marks: Sequence[str] = ()) -> bool:
     return -1 not in places and places == sorted(places)
 
 
-def tried(render: Render, chat: Chat) -> str | None:
+def tried(render: Render, chat: TemplateInput) -> str | None:
     """The text of a chat; None if the template raises an error."""
     # The template is third-party code, written for certain messages; it may raise anything for others.
     try:
@@ -236,7 +236,7 @@ def tried(render: Render, chat: Chat) -> str | None:
 # --- repairs of a client's chat -------------------------------------------------------------------
 
 
-def needed_for_texts(repairs: Sequence[Repair], render: Render, chat: Chat) -> list[Repair]:
+def needed_for_texts(repairs: Sequence[Repair], render: Render, chat: TemplateInput) -> list[Repair]:
     """As `needed_of`: those without any of which the template raises, or leaves out what it writes after them all."""
     whole = repaired(chat, repairs)
     if (text := tried(render, whole)) is None:
@@ -247,7 +247,7 @@ def needed_for_texts(repairs: Sequence[Repair], render: Render, chat: Chat) -> l
     return needed_of(repairs, lambda changed: _has(tried(render, changed), wanted), chat)
 
 
-def without_loss(repairs: Sequence[Repair], render: Render, chat: Chat) -> Chat:
+def without_loss(repairs: Sequence[Repair], render: Render, chat: TemplateInput) -> TemplateInput:
     """The chat after those of some repairs after which the template leaves out nothing that it writes without them."""
     whole = repaired(chat, repairs)
     if whole == chat or (text := tried(render, chat)) is None:
@@ -278,7 +278,7 @@ def _unescaped(match: re.Match[str]) -> str:
     return chr(int(match[1], 16)) if match[1] else " "
 
 
-def _words_of(chat: Chat) -> Counter[str]:
+def _words_of(chat: TemplateInput) -> Counter[str]:
     texts: list[str] = []
     for message in chat.messages:
         texts.append(_plain_text(message.get("content")))

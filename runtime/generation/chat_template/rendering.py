@@ -23,7 +23,14 @@ from runtime.generation.chat_template.known import (
     with_known_effort,
 )
 from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
-from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
+from runtime.generation.chat_template.repairs import (
+    OF_DROPPED,
+    REPAIRS,
+    Repair,
+    TemplateInput,
+    TemplateMessage,
+    calls_in_content,
+)
 from runtime.generation.tool_calls.call_format import call_format, calls_as_json, written_calls, written_layout
 
 
@@ -49,11 +56,11 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
     return _continued(turns, tokenizer, switches) if continues else _rendered(turns, tokenizer, switches)
 
 
-def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, Any]) -> str:
+def _rendered(turns: Sequence[TemplateMessage], tokenizer: Any, switches: Mapping[str, Any]) -> str:
     tools = switches.get("tools") or ()
     # Python functions are the template's affair, or transformers'.
     are_schemas = isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
-    chat = Chat(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
+    chat = TemplateInput(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
     # A renderer in Python, without a template, is only probed once it raises an error.
     has_template = getattr(tokenizer, "chat_template", None) is not None
     may_drop = has_template and any(repair(chat) != chat for repair in OF_DROPPED)
@@ -123,7 +130,7 @@ def _call(call: Any, names: dict[Any, Any]) -> Any:
 # --- answers that continue a message --------------------------------------------------------------
 
 
-def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, Any]) -> str:
+def _continued(turns: Sequence[TemplateMessage], tokenizer: Any, switches: Mapping[str, Any]) -> str:
     """A prompt that ends with the last message's text, just as it is.
 
     In front of it stands what the template writes in front of an answer's text in a message, which has no reasoning, or

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-Message = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 
 _SYSTEM = ("system", "developer")
 _BETWEEN_TEXTS = "\n\n"
@@ -24,27 +24,27 @@ _FILLER = " "
 
 
 @attrs.frozen
-class Chat:
+class TemplateInput:
     """What a chat template renders: messages in the form of templates, and tools in OpenAI's form."""
 
-    messages: tuple[Message, ...]
-    tools: tuple[Message, ...] = ()
+    messages: tuple[TemplateMessage, ...]
+    tools: tuple[TemplateMessage, ...] = ()
 
 
-Repair = Callable[[Chat], Chat]
+Repair = Callable[[TemplateInput], TemplateInput]
 
 
-def _on_messages(change: Callable[[Sequence[Message]], Sequence[Message]]) -> Repair:
+def _on_messages(change: Callable[[Sequence[TemplateMessage]], Sequence[TemplateMessage]]) -> Repair:
     @wraps(change)
-    def repair(chat: Chat) -> Chat:
+    def repair(chat: TemplateInput) -> TemplateInput:
         return attrs.evolve(chat, messages=tuple(change(chat.messages)))
 
     return repair
 
 
-def _on_each(change: Callable[[Message], Message]) -> Repair:
+def _on_each(change: Callable[[TemplateMessage], TemplateMessage]) -> Repair:
     @wraps(change)
-    def repair(chat: Chat) -> Chat:
+    def repair(chat: TemplateInput) -> TemplateInput:
         return attrs.evolve(chat, messages=tuple(map(change, chat.messages)))
 
     return repair
@@ -54,25 +54,25 @@ def _on_each(change: Callable[[Message], Message]) -> Repair:
 
 
 @_on_each
-def developers_as_system(message: Message) -> Message:
+def developers_as_system(message: TemplateMessage) -> TemplateMessage:
     """Give "developer" messages the role "system"."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 @_on_messages
-def systems_first(messages: Sequence[Message]) -> Sequence[Message]:
+def systems_first(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Move later system messages behind the leading ones."""
     return sorted(messages, key=lambda message: message["role"] not in _SYSTEM)
 
 
 @_on_messages
-def systems_joined(messages: Sequence[Message]) -> Sequence[Message]:
+def systems_joined(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Join neighbouring system messages to one."""
     return _joined(messages, lambda before, after: before["role"] in _SYSTEM and after["role"] in _SYSTEM)
 
 
 @_on_messages
-def systems_into_user(messages: Sequence[Message]) -> Sequence[Message]:
+def systems_into_user(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Put the texts of system messages in front of the first user's text."""
     texts = [message.get("content") for message in messages if message["role"] in _SYSTEM]
     if not texts:
@@ -85,12 +85,12 @@ def systems_into_user(messages: Sequence[Message]) -> Sequence[Message]:
     return others
 
 
-def systems_into_user_if_alone(chat: Chat) -> Chat:
+def systems_into_user_if_alone(chat: TemplateInput) -> TemplateInput:
     """As `systems_into_user`, in a chat without any user's message."""
     return chat if any(message["role"] == "user" for message in chat.messages) else systems_into_user(chat)
 
 
-def systems_into_user_before_end(chat: Chat) -> Chat:
+def systems_into_user_before_end(chat: TemplateInput) -> TemplateInput:
     """As `systems_into_user`, in a chat that ends with an answer or with the result of a call."""
     return systems_into_user(chat) if chat.messages[-1]["role"] in ("assistant", "tool") else chat
 
@@ -99,7 +99,7 @@ def systems_into_user_before_end(chat: Chat) -> Chat:
 
 
 @_on_each
-def calls_as_text(message: Message) -> Message:
+def calls_as_text(message: TemplateMessage) -> TemplateMessage:
     """Write all calls and results as text, for templates without a role for results."""
     message = _result_as_text(message)
     if not (calls := _calls(message)):
@@ -109,7 +109,7 @@ def calls_as_text(message: Message) -> Message:
     return {**_without(message, "tool_calls"), "content": _text([message.get("content"), *texts])}
 
 
-def calls_as_text_if_alone(chat: Chat) -> Chat:
+def calls_as_text_if_alone(chat: TemplateInput) -> TemplateInput:
     """As `calls_as_text`, in a chat without any result."""
     return chat if any(message["role"] == "tool" for message in chat.messages) else calls_as_text(chat)
 
@@ -119,7 +119,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @_on_each
-def one_text_beside_calls(message: Message) -> Message:
+def one_text_beside_calls(message: TemplateMessage) -> TemplateMessage:
     """Put reasoning in front of the content beside calls, where a template takes one of the two (gpt-oss)."""
     if not (_calls(message) and message.get("content")):
         return message
@@ -128,10 +128,10 @@ def one_text_beside_calls(message: Message) -> Message:
 
 
 @_on_messages
-def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
+def orphans_as_text(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Make users' texts of results whose call is not in the answers before them, behind the results that follow."""
-    changed: list[Message] = []
-    orphans: list[Message] = []
+    changed: list[TemplateMessage] = []
+    orphans: list[TemplateMessage] = []
     waiting: list[Any] = []  # ids of calls whose results may follow
     answered: list[Any] = []
     for message in messages:
@@ -154,7 +154,7 @@ def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], 
     """A repair that puts calls behind the content as the model writes them, for templates that write results alone."""
 
     @_on_each
-    def with_calls_in_content(message: Message) -> Message:
+    def with_calls_in_content(message: TemplateMessage) -> TemplateMessage:
         calls = []
         for call in _calls(message):
             function = call.get("function") if isinstance(call, Mapping) else None
@@ -170,9 +170,9 @@ def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], 
 
 
 @_on_messages
-def calls_one_by_one(messages: Sequence[Message]) -> Sequence[Message]:
+def calls_one_by_one(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Give each call a message of its own, followed by its result."""
-    changed: list[Message] = []
+    changed: list[TemplateMessage] = []
     at = 0
     while at < len(messages):
         message, calls = messages[at], _calls(messages[at])
@@ -180,7 +180,7 @@ def calls_one_by_one(messages: Sequence[Message]) -> Sequence[Message]:
         if len(calls) < 2:
             changed.append(message)
             continue
-        results: list[Message] = []
+        results: list[TemplateMessage] = []
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
@@ -198,9 +198,9 @@ def calls_one_by_one(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 @_on_messages
-def short_ids(messages: Sequence[Message]) -> Sequence[Message]:
+def short_ids(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Give calls and their results ids of nine letters and digits: digests of the ids that they have."""
-    changed: list[Message] = []
+    changed: list[TemplateMessage] = []
     given: dict[Any, str] = {}  # by the client's id, of the last call that has it
     uses: dict[Any, int] = {}
     waiting: list[str] = []  # of calls without an id and without a result so far
@@ -232,7 +232,7 @@ def _on_arguments(change: Callable[[Any], Any]) -> Repair:
         return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
 
     @_on_each
-    def repair(message: Message) -> Message:
+    def repair(message: TemplateMessage) -> TemplateMessage:
         return {**message, "tool_calls": list(map(changed, calls))} if (calls := _calls(message)) else message
 
     return repair
@@ -250,23 +250,23 @@ arguments_as_json = _on_arguments(lambda value: value if isinstance(value, str) 
 
 
 @_on_each
-def empty_contents(message: Message) -> Message:
+def empty_contents(message: TemplateMessage) -> TemplateMessage:
     """Give messages without a content an empty one."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
 @_on_each
-def empty_answers_filled(message: Message) -> Message:
+def empty_answers_filled(message: TemplateMessage) -> TemplateMessage:
     """Give answers without a text and calls a blank text."""
     is_filled = message["role"] != "assistant" or message.get("content") or _calls(message)
     return message if is_filled else {**message, "content": _FILLER}
 
 
-def _without(message: Message, *names: str) -> dict[str, Any]:
+def _without(message: TemplateMessage, *names: str) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in names}
 
 
-def _calls(message: Message) -> list[Any]:
+def _calls(message: TemplateMessage) -> list[Any]:
     calls = message.get("tool_calls")
     return list(calls) if isinstance(calls, (list, tuple)) else []
 
@@ -276,7 +276,7 @@ def _id_of(call: Any) -> str | None:
     return id if isinstance(id, str) else None
 
 
-def _result_id(result: Message) -> str | None:
+def _result_id(result: TemplateMessage) -> str | None:
     id = result.get("tool_call_id")
     return id if isinstance(id, str) else None
 
@@ -292,7 +292,7 @@ def _short_id(id: str | None, use: int) -> str:
     return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
 
 
-def _result_as_text(message: Message) -> Message:
+def _result_as_text(message: TemplateMessage) -> TemplateMessage:
     if message["role"] != "tool":
         return message
     name = message.get("name")
@@ -304,15 +304,15 @@ def _result_as_text(message: Message) -> Message:
 
 
 @_on_messages
-def neighbours_joined(messages: Sequence[Message]) -> Sequence[Message]:
+def neighbours_joined(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Join neighbouring messages of the user's, and of the assistant's."""
     return _joined(messages, lambda before, after: before["role"] == after["role"] in ("user", "assistant"))
 
 
 @_on_messages
-def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
+def roles_alternating(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Put blank messages in, so that user and assistant alternate, the user first; calls and results do not count."""
-    changed: list[Message] = []
+    changed: list[TemplateMessage] = []
     expected = "user"
     for message in messages:
         if message["role"] in ("user", "assistant") and not _calls(message):
@@ -327,9 +327,9 @@ def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 @_on_messages
-def texts_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+def texts_before_calls(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Put the content beside calls, and the reasoning, in a message of their own before the calls."""
-    changed: list[Message] = []
+    changed: list[TemplateMessage] = []
     for message in messages:
         if _calls(message) and message.get("content"):
             changed.append(_without(message, "tool_calls"))
@@ -339,7 +339,7 @@ def texts_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 @_on_messages
-def user_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+def user_before_calls(messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
     """Put a blank message of the user's before a call that comes first."""
     first = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), None)
     if first is None or not _calls(messages[first]):
@@ -347,8 +347,10 @@ def user_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
     return [*messages[:first], {"role": "user", "content": _FILLER}, *messages[first:]]
 
 
-def _joined(messages: Sequence[Message], are_one: Callable[[Message, Message], bool]) -> list[Message]:
-    changed: list[Message] = []
+def _joined(
+    messages: Sequence[TemplateMessage], are_one: Callable[[TemplateMessage, TemplateMessage], bool]
+) -> list[TemplateMessage]:
+    changed: list[TemplateMessage] = []
     for message in messages:
         if changed and are_one(changed[-1], message):
             changed[-1] = _both(changed[-1], message)
@@ -357,7 +359,7 @@ def _joined(messages: Sequence[Message], are_one: Callable[[Message, Message], b
     return changed
 
 
-def _both(before: Message, after: Message) -> Message:
+def _both(before: TemplateMessage, after: TemplateMessage) -> TemplateMessage:
     joined = {**before, "content": _text([before.get("content"), after.get("content")])}
     if calls := [*_calls(before), *_calls(after)]:
         joined["tool_calls"] = calls
@@ -373,12 +375,12 @@ def _text(texts: Sequence[Any]) -> str:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def tools_filled(chat: Chat) -> Chat:
+def tools_filled(chat: TemplateInput) -> TemplateInput:
     """Fill what tools leave out: descriptions, types and properties."""
     return attrs.evolve(chat, tools=tuple(map(_filled_tool, chat.tools)))
 
 
-def _filled_tool(tool: Message) -> Message:
+def _filled_tool(tool: TemplateMessage) -> TemplateMessage:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool

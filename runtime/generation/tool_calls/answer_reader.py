@@ -10,7 +10,7 @@ import attrs
 from runtime.generation.tool_calls.call_format import CallFormat, ParsedCall
 from runtime.generation.tool_calls.call_reader import CallReader, CutOffError
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, ParsingSteps
 
 # Texts that look like a block of calls and are none are searched for calls themselves: each of at most so many
 # characters, and so many of any length. So a text of many openings that are never closed is read in linear time.
@@ -113,7 +113,7 @@ class AnswerReader:
 
     # --- the answer -------------------------------------------------------------------------------
 
-    def _read(self) -> Steps[None]:
+    def _read(self) -> ParsingSteps[None]:
         opening, closing = self._tags
         marked, bare = ((), ()) if self._calls is None else (self._calls.markers, self._calls.bare_markers)
         while True:
@@ -139,7 +139,7 @@ class AnswerReader:
             else:
                 yield from self._give_word(marker)
 
-    def _read_block(self, marker: str) -> Steps[None]:
+    def _read_block(self, marker: str) -> ParsingSteps[None]:
         assert self._calls is not None
         try:
             yield from self._calls.read()
@@ -155,7 +155,7 @@ class AnswerReader:
         elif self._is_word():
             yield from self._give_word(marker)
 
-    def _give_malformed(self) -> Steps[None]:
+    def _give_malformed(self) -> ParsingSteps[None]:
         """Give a malformed call as content, up to the end of its block: what looks like a call in it is none."""
         assert self._calls is not None
         if self._call is not None:
@@ -177,7 +177,7 @@ class AnswerReader:
         self._give(self._text.pop())
         return False
 
-    def _give_word(self, marker: str) -> Steps[None]:
+    def _give_word(self, marker: str) -> ParsingSteps[None]:
         yield from self._text.accept(marker)
         self._give(self._text.pop())
 

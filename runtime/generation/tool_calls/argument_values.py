@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from runtime.generation.json_schema import follows_schema
-from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, ParsingSteps
 
 _TYPES = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 # Names of types in schemas that no library has checked.
@@ -216,7 +216,7 @@ class LiteralReader:
     _text: IncomingText
     _quotation: str  # the quotation mark of strings; "" for those of Python, which have escapes
 
-    def value(self, depth: int = 0) -> Steps[str]:
+    def value(self, depth: int = 0) -> ParsingSteps[str]:
         """The JSON of the next value. Raises: MalformedError: there is none."""
         text = self._text
         if depth > _MAX_DEPTH:
@@ -239,7 +239,7 @@ class LiteralReader:
             raise MalformedError
         return word
 
-    def key(self, stop: str, known: Collection[str] = ()) -> Steps[str]:
+    def key(self, stop: str, known: Collection[str] = ()) -> ParsingSteps[str]:
         """A key without quotation marks, and `stop` after it. Raises: MalformedError: there is none."""
         text = self._text
         for name in known:
@@ -252,7 +252,7 @@ class LiteralReader:
             raise MalformedError
         return key.strip()
 
-    def _list(self, end: str, depth: int) -> Steps[list[str]]:
+    def _list(self, end: str, depth: int) -> ParsingSteps[list[str]]:
         text, values = self._text, list[str]()
         yield from text.space()
         while not (yield from text.accept(end)):
@@ -260,7 +260,7 @@ class LiteralReader:
             yield from self.separator(end)
         return values
 
-    def _mapping(self, depth: int) -> Steps[str]:
+    def _mapping(self, depth: int) -> ParsingSteps[str]:
         text, values = self._text, dict[str, str]()
         yield from text.space()
         while not (yield from text.accept("}")):
@@ -278,7 +278,7 @@ class LiteralReader:
             yield from self.separator("}")
         return json_object(values)
 
-    def separator(self, end: str) -> Steps[None]:
+    def separator(self, end: str) -> ParsingSteps[None]:
         """A comma, unless the end comes next."""
         text = self._text
         yield from text.space()
@@ -288,7 +288,7 @@ class LiteralReader:
 
     # --- strings ----------------------------------------------------------------------------------
 
-    def _string(self, followers: str = ",]})") -> Steps[str | None]:
+    def _string(self, followers: str = ",]})") -> ParsingSteps[str | None]:
         text = self._text
         if self._quotation:
             if (yield from text.accept(self._quotation)):
@@ -301,7 +301,7 @@ class LiteralReader:
                 return _unescaped((yield from text.string(quotation)))
         return None
 
-    def _marked(self, followers: str) -> Steps[str]:
+    def _marked(self, followers: str) -> ParsingSteps[str]:
         """A string up to the quotation mark that is followed by what may follow a string."""
         text, markers = self._text, Markers((self._quotation,))
         begin = text.take()

@@ -10,7 +10,7 @@ import attrs
 
 from runtime.generation.tool_calls.argument_values import ToolArguments, kind_of
 from runtime.generation.tool_calls.call_format import NAME, ParsedCall
-from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Steps
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, ParsingSteps
 
 # Characters of names of functions.
 OF_NAMES = frozenset(string.ascii_letters + string.digits + "_.:-")
@@ -26,11 +26,11 @@ class ObjectReader:
     _known: Mapping[str, ToolArguments]
     has_begun: bool = False  # whether the object that was read last has its name, and more than that
 
-    def is_next(self) -> Steps[bool]:
+    def is_next(self) -> ParsingSteps[bool]:
         """Pass the beginning of an object with members, if it comes next."""
         return (yield from self._has_next("{", '"'))
 
-    def is_call_next(self) -> Steps[bool]:
+    def is_call_next(self) -> ParsingSteps[bool]:
         """Pass the beginning of a call of a tool, if it comes next. Any other object may be an answer in JSON."""
         text = self._text
         if not (yield from self.is_next()):
@@ -50,7 +50,9 @@ class ObjectReader:
         yield from text.accept('"')
         return (yield from text.peek()) == "{"
 
-    def call(self, stream: Callable[[str, str | None], Steps[None]] | None = None) -> Steps[ParsedCall | None]:
+    def call(
+        self, stream: Callable[[str, str | None], ParsingSteps[None]] | None = None
+    ) -> ParsingSteps[ParsedCall | None]:
         """A call: an object with a name and arguments, in any order; without `stream`, it has no other members.
 
         Args:
@@ -94,7 +96,7 @@ class ObjectReader:
             raise MalformedError
         return ParsedCall(name, arguments, _id(members))
 
-    def value(self) -> Steps[str]:
+    def value(self) -> ParsingSteps[str]:
         """The next JSON value, as it is written. Raises: MalformedError: there is none."""
         text = self._text
         first = yield from text.peek()
@@ -107,7 +109,7 @@ class ObjectReader:
             raise MalformedError
         return value
 
-    def _string(self) -> Steps[str]:
+    def _string(self) -> ParsingSteps[str]:
         yield from self._text.expect('"')
         value = '"' + (yield from self._text.string('"')) + '"'
         if kind_of(value) is None:
@@ -120,7 +122,7 @@ class ObjectReader:
             raise MalformedError
         return name
 
-    def _has_next(self, *parts: str) -> Steps[bool]:
+    def _has_next(self, *parts: str) -> ParsingSteps[bool]:
         """Pass these texts, with any white space before each; whether all of them come next."""
         for part in parts:
             yield from self._text.space()

@@ -26,7 +26,7 @@ from runtime.generation.tool_calls.argument_values import (
 )
 from runtime.generation.tool_calls.call_format import NAME, CallFormat, CallLayout, ParsedCall
 from runtime.generation.tool_calls.call_objects import OF_NAMES, ObjectReader
-from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, ParsingSteps
 
 if TYPE_CHECKING:
     from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -84,7 +84,7 @@ class CallReader:
         """
         return (self.end,) if self.is_in_call and self.end and not self._is_bare else ()
 
-    def read(self) -> Steps[None]:
+    def read(self) -> ParsingSteps[None]:
         """Read the block at the cursor, and give its calls.
 
         Raises:
@@ -107,7 +107,7 @@ class CallReader:
         finally:
             self.is_in_call = False
 
-    def _read_block(self) -> Steps[None]:
+    def _read_block(self) -> ParsingSteps[None]:
         self._calls, self._has_unpaired = [], False
         self._is_bare = self._format.bare == "always" or not (yield from self._text.accept(self._format.start))
         if self._is_bare and self.bare_markers:
@@ -120,7 +120,7 @@ class CallReader:
         else:
             raise MalformedError
 
-    def _begun(self, *, is_bare: bool) -> Steps[tuple[CallLayout, ParsedCall] | None]:
+    def _begun(self, *, is_bare: bool) -> ParsingSteps[tuple[CallLayout, ParsedCall] | None]:
         """The layout and the head of the first call of a block, after its marker; None if none follows."""
         place = self._text.take()
         for layout in self._layouts:
@@ -132,7 +132,7 @@ class CallReader:
             self._text.back(place)
         return None
 
-    def _read_by_parser(self) -> Steps[None]:
+    def _read_by_parser(self) -> ParsingSteps[None]:
         """A block up to its end marker, by a parser that is not known here."""
         text, end = self._text, self.end
         self.is_in_call = True
@@ -148,7 +148,7 @@ class CallReader:
 
     # --- calls without markers --------------------------------------------------------------------
 
-    def _read_bare(self) -> Steps[None]:
+    def _read_bare(self) -> ParsingSteps[None]:
         """An object that is a call, a list of such, or a fence with either, which ends the answer.
 
         What only begins as such may be an answer in JSON.
@@ -193,7 +193,7 @@ class CallReader:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _read_calls(self, layout: CallLayout, head: ParsedCall) -> Steps[None]:
+    def _read_calls(self, layout: CallLayout, head: ParsedCall) -> ParsingSteps[None]:
         text = self._text
         while True:
             is_given = not layout.key
@@ -243,7 +243,7 @@ class CallReader:
             self._sink.give_calls(self._calls)
             self._calls = []
 
-    def _closes(self, layout: CallLayout) -> Steps[bool]:
+    def _closes(self, layout: CallLayout) -> ParsingSteps[bool]:
         """Pass the end of the block, if it comes next."""
         text = self._text
         yield from text.space()
@@ -261,7 +261,7 @@ class CallReader:
             return bool(closer) or self._is_bare
         return text.is_over and text.is_complete and not (yield from text.peek())
 
-    def _next_head(self, layout: CallLayout) -> Steps[ParsedCall | None]:
+    def _next_head(self, layout: CallLayout) -> ParsingSteps[ParsedCall | None]:
         """Pass the head of another call of the block, if it comes next."""
         if layout.between_calls is None and layout.values == "text" and not layout.opening:
             return None  # a value may hold its own end marker, and a tool's name after it
@@ -272,7 +272,7 @@ class CallReader:
         yield from self._text.space()
         return (yield from self._head(layout, is_bare=self._is_bare))
 
-    def _head(self, layout: CallLayout, *, is_bare: bool) -> Steps[ParsedCall | None]:
+    def _head(self, layout: CallLayout, *, is_bare: bool) -> ParsingSteps[ParsedCall | None]:
         text = self._text
         if layout.is_object:
             return ParsedCall("", "") if (yield from text.follows(self._objects.is_next())) else None
@@ -294,7 +294,7 @@ class CallReader:
             text.back(place)
         return None
 
-    def _goes_on(self, layout: CallLayout) -> Steps[bool]:
+    def _goes_on(self, layout: CallLayout) -> ParsingSteps[bool]:
         """Whether an argument follows the head of a call, or the call's end, or the end of the answer."""
         text = self._text
         place, had_run_out = text.take(), text.has_run_out
@@ -308,7 +308,7 @@ class CallReader:
         is_end, text.has_run_out = text.has_run_out, text.has_run_out or had_run_out
         return bool(is_next) or is_end
 
-    def _parts(self, layout: str) -> Steps[dict[str, str] | None]:
+    def _parts(self, layout: str) -> ParsingSteps[dict[str, str] | None]:
         """Pass a text with these parts, and return them by name; None if it does not come next."""
         text, found = self._text, dict[str, str]()
         parts = [part for part in _PARTS.split(layout.strip("\0 \n")) if part]
@@ -336,7 +336,7 @@ class CallReader:
                 return None
         return found
 
-    def _expect(self, text: str) -> Steps[None]:
+    def _expect(self, text: str) -> ParsingSteps[None]:
         if not (yield from self._text.accept(text)):
             self._fail(None)
 
@@ -350,7 +350,7 @@ class CallReader:
 
     # --- arguments that are one JSON object -------------------------------------------------------
 
-    def _read_object(self) -> Steps[bool]:
+    def _read_object(self) -> ParsingSteps[bool]:
         """A call that is an object; whether it was given already."""
         try:
             call = yield from self._objects.call(self._stream_call)
@@ -360,11 +360,11 @@ class CallReader:
             self._calls.append(call)
         return call is None
 
-    def _stream_call(self, name: str, id: str | None) -> Steps[None]:
+    def _stream_call(self, name: str, id: str | None) -> ParsingSteps[None]:
         self._sink.begin_call(name, id)
         yield from self._read_streamed()
 
-    def _read_streamed(self) -> Steps[None]:
+    def _read_streamed(self) -> ParsingSteps[None]:
         """The JSON object of a call that was begun."""
         arguments: list[str] = []
         if not (yield from self._text.json(lambda: arguments.append(self._sink.add_arguments()))):
@@ -374,7 +374,7 @@ class CallReader:
 
     # --- arguments that are written one by one ----------------------------------------------------
 
-    def _read_arguments(self, layout: CallLayout, head: ParsedCall) -> Steps[str]:
+    def _read_arguments(self, layout: CallLayout, head: ParsedCall) -> ParsingSteps[str]:
         """The arguments of a call, and its tail."""
         text, tool = self._text, self._known.get(head.name, _UNKNOWN)
         values: dict[str, str] = {}
@@ -397,7 +397,7 @@ class CallReader:
             self._fail(attrs.evolve(head, arguments=json_object(values)[:-1]))
         return arguments
 
-    def _read_literals(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
+    def _read_literals(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> ParsingSteps[None]:
         text = self._text
         self._has_begun = True
         reader = LiteralReader(text, "" if layout.values == "python" else layout.values)
@@ -410,7 +410,7 @@ class CallReader:
             values[key] = value
             yield from reader.separator(layout.tail)
 
-    def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
+    def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> ParsingSteps[None]:
         text = self._text
         while True:
             yield from text.space()
@@ -431,7 +431,7 @@ class CallReader:
                 raise MalformedError
             values[key] = value
 
-    def _read_json(self, layout: CallLayout, kind: ArgumentType) -> Steps[str]:
+    def _read_json(self, layout: CallLayout, kind: ArgumentType) -> ParsingSteps[str]:
         """An argument that can only be JSON, and its end marker; "" if it is neither an object nor a list."""
         text = self._text
         place = text.take()
@@ -451,7 +451,7 @@ class CallReader:
 
     def _read_text(
         self, layout: CallLayout, tool: ToolArguments, values: dict[str, str], key: str, kind: ArgumentType
-    ) -> Steps[str]:
+    ) -> ParsingSteps[str]:
         """The text of an argument, and its end marker."""
         text, end, opening = self._text, _stripped(layout.value_end), layout.key.partition("{")[0]
         place = text.take()
@@ -515,7 +515,7 @@ class CallReader:
         keys = {part.partition(rest[:1])[0] for part in value.split(opening)[1:]}
         return any(tool.may_have(each) for each in keys.difference(known))
 
-    def _may_end_call(self, layout: CallLayout, end: str) -> Steps[bool]:
+    def _may_end_call(self, layout: CallLayout, end: str) -> ParsingSteps[bool]:
         """Whether the end of a string, before the cursor, ends the call; if not, the cursor is where to read on."""
         text = self._text
         after = text.take()
@@ -550,11 +550,11 @@ class CallReader:
             text.at += len(found)
         return True
 
-    def _next_argument(self, layout: CallLayout) -> Steps[dict[str, str] | None]:
+    def _next_argument(self, layout: CallLayout) -> ParsingSteps[dict[str, str] | None]:
         yield from self._text.space()
         return (yield from self._parts(layout.key))
 
-    def _ends_argument(self, layout: CallLayout) -> Steps[bool]:
+    def _ends_argument(self, layout: CallLayout) -> ParsingSteps[bool]:
         """Whether another argument follows, or the end of the call and of the block."""
         text = self._text
         if (yield from text.follows(self._next_argument(layout))) is not None:
@@ -569,7 +569,7 @@ class CallReader:
         text.back(place)
         return (yield from self._next_head(layout)) is not None
 
-    def _ends_before_call(self, layout: CallLayout) -> Steps[bool]:
+    def _ends_before_call(self, layout: CallLayout) -> ParsingSteps[bool]:
         """Whether the end of the call comes next, and another call of the block."""
         yield from self._text.space()
         has_ended = yield from self._text.accept(layout.tail.strip())

@@ -14,7 +14,7 @@ from typing import TypeVar
 import attrs
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+ParsingSteps = Generator[None, None, T]
 """Steps of a reader, which needs more text, or the end of the text, after each; then its result."""
 
 _CLOSES = {"}": "{", "]": "["}
@@ -142,7 +142,7 @@ class IncomingText:
 
     # --- readers ----------------------------------------------------------------------------------
 
-    def more(self) -> Steps[bool]:
+    def more(self) -> ParsingSteps[bool]:
         """Wait until there is text at the cursor; False if it is over."""
         while self.at >= len(self._window):
             if self.is_over:
@@ -151,11 +151,11 @@ class IncomingText:
             yield
         return True
 
-    def peek(self) -> Steps[str]:
+    def peek(self) -> ParsingSteps[str]:
         """The next character; "" at the end."""
         return self._window[self.at] if (yield from self.more()) else ""
 
-    def accept(self, text: str) -> Steps[bool]:
+    def accept(self, text: str) -> ParsingSteps[bool]:
         """Pass a text if it comes next."""
         while True:
             ahead = self._window[self.at : self.at + len(text)]
@@ -169,25 +169,25 @@ class IncomingText:
                 return False
             yield
 
-    def expect(self, text: str) -> Steps[None]:
+    def expect(self, text: str) -> ParsingSteps[None]:
         """Pass a text. Raises: MalformedError: it does not come next."""
         if not (yield from self.accept(text)):
             raise MalformedError
 
-    def follows(self, steps: Steps[T]) -> Steps[T]:
+    def follows(self, steps: ParsingSteps[T]) -> ParsingSteps[T]:
         """What some steps find behind the cursor, which stays where it is."""
         place = self.take()
         found = yield from steps
         self.back(place)
         return found
 
-    def space(self) -> Steps[None]:
+    def space(self) -> ParsingSteps[None]:
         """Pass white space."""
         end = self.at + _MAX_SPACE
         while self.at < end and (yield from self.more()) and self._window[self.at].isspace():
             self.at += 1
 
-    def run(self, stops: str, max_chars: int) -> Steps[str]:
+    def run(self, stops: str, max_chars: int) -> ParsingSteps[str]:
         """Pass and return the characters up to one of `stops`; "" if none comes within `max_chars`."""
         length = 0
         while (yield from self.more()):
@@ -205,7 +205,7 @@ class IncomingText:
             yield
         return ""
 
-    def matching(self, characters: Collection[str]) -> Steps[str]:
+    def matching(self, characters: Collection[str]) -> ParsingSteps[str]:
         """Take and return the characters that are among these, before any other one, or the end of the text."""
         place = self.take()
         while (yield from self.more()):
@@ -216,7 +216,7 @@ class IncomingText:
             self.take()
         return self.since(place, self.take())
 
-    def string(self, quotation: str) -> Steps[str]:
+    def string(self, quotation: str) -> ParsingSteps[str]:
         """Pass a string with escapes up to its end, behind its first quotation mark; returns what is between the two.
 
         Raises: MalformedError: it does not end.
@@ -232,7 +232,7 @@ class IncomingText:
                 self.at += 1
         raise MalformedError
 
-    def json(self, give: Callable[[], object] | None = None) -> Steps[bool]:
+    def json(self, give: Callable[[], object] | None = None) -> ParsingSteps[bool]:
         """Take a JSON object or list, or what is left of one at the end of the text; returns whether it is whole.
 
         Calls `give` after each part of it. Raises: MalformedError: a character cannot follow.
@@ -251,7 +251,7 @@ class IncomingText:
             raise MalformedError
         return value.is_over
 
-    def seek(self, markers: Markers, give: Callable[[str], None] | None = None) -> Steps[str]:
+    def seek(self, markers: Markers, give: Callable[[str], None] | None = None) -> ParsingSteps[str]:
         """Take the text up to the next marker, and return the marker, which is not passed; "" at the end of the text.
 
         The text is given as it comes, if it is to be given.

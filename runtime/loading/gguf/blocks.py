@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from protocol.errors import ModelError
-from runtime.loading.gguf.container import Tensor
+from runtime.loading.gguf.container import GGUFTensor
 
 GROUP_SIZE = 32
 
@@ -39,7 +39,7 @@ class Packed:
     biases: mx.array
 
 
-def floats_of(tensor: Tensor, dtype: mx.Dtype) -> mx.array:
+def floats_of(tensor: GGUFTensor, dtype: mx.Dtype) -> mx.array:
     """The values of a tensor of any type. Raises: ModelError: PyPI `gguf` cannot dequantise its type."""
     if tensor.type in _FLOATS:
         raw = mx.array(np.ascontiguousarray(tensor.data)).view(_FLOATS[tensor.type])
@@ -54,7 +54,7 @@ def floats_of(tensor: Tensor, dtype: mx.Dtype) -> mx.array:
     return mx.array(values.reshape(tensor.shape)).astype(dtype)
 
 
-def packed(tensor: Tensor, dtype: mx.Dtype) -> Packed | None:
+def packed(tensor: GGUFTensor, dtype: mx.Dtype) -> Packed | None:
     """A quantised tensor, but for rounding scales and biases to `dtype`; None if MLX cannot express it."""
     if (unpack := _UNPACK.get(tensor.type)) is None:
         return None

@@ -34,7 +34,7 @@ AGAIN = "download or copy it again"
 
 
 @attrs.frozen
-class Tensor:
+class GGUFTensor:
     """A tensor in a mapped file."""
 
     name: str  # in the file, such as "blk.0.attn_q.weight"
@@ -50,7 +50,7 @@ class Container:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, GGUFTensor]
 
     @property
     def named(self) -> str:
@@ -128,7 +128,7 @@ class _File:
         tensors = self._tensors(num_tensors, metadata) if with_tensors else {}
         return Container(self._path, metadata, tensors)
 
-    def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, GGUFTensor]:
         found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
             self._place = f"the table of tensors after {found[-1][0] if found else 'its beginning'}"
@@ -163,7 +163,7 @@ class _File:
             if name in tensors:
                 raise self._damaged(f"there are two tensors {name}")
             data = np.frombuffer(self._bytes, np.uint8, num_bytes, start + offset).reshape(row_shape)
-            tensors[name] = Tensor(name, kind, shape, data)
+            tensors[name] = GGUFTensor(name, kind, shape, data)
         return tensors
 
     def _damaged(self, what: str) -> ModelError:

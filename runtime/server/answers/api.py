@@ -34,7 +34,7 @@ event_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @attrs.frozen
-class Event:
+class ServerSentEvent:
     """A server-sent event."""
 
     data: Mapping[str, Any] | str  # to send as JSON, or a text to send as it is
@@ -72,24 +72,24 @@ class Serializer(ABC):
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         """The whole response as one body, for JSON."""
 
-    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+    def first_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         """The events before any token."""
         return ()
 
     @abstractmethod
-    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[ServerSentEvent]:
         """The events of the next tokens, of which there is at least one."""
 
-    def idle_events(self, statistics: Statistics) -> Sequence[Event]:
+    def idle_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         """The events to send when no token has come for `interval_s`."""
         return ()
 
     @abstractmethod
-    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+    def last_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         """The events after the last token."""
 
     @abstractmethod
-    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[ServerSentEvent]:
         """The events that end a response whose generation has failed."""
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ class Serializer(ABC):
         (choice,) = choices
         return self.whole(choice.tokens, choice.statistics())
 
-    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
+    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[ServerSentEvent]:
         """The events after the last token of all choices; called likewise."""
         (choice,) = choices
         return self.last_events(choice.statistics())
@@ -281,7 +281,7 @@ class ShownTokens:
         return text.removesuffix(self._hidden.get(token, ""))
 
 
-class TopLogprob(TypedDict):
+class TopLogprobBody(TypedDict):
     """A token and its log-probability; `bytes` is null for part of a character whose bytes are unknown."""
 
     token: str
@@ -289,10 +289,10 @@ class TopLogprob(TypedDict):
     bytes: list[int] | None
 
 
-class TokenLogprob(TopLogprob):
+class TokenLogprob(TopLogprobBody):
     """A token of the answer, and the most probable tokens at its position."""
 
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprobBody]
 
 
 def token_logprobs(
@@ -302,7 +302,7 @@ def token_logprobs(
     if num_top is None:
         return None
 
-    def named(id: int, text: str, logprob: float | None) -> TopLogprob:
+    def named(id: int, text: str, logprob: float | None) -> TopLogprobBody:
         return {"token": text, "logprob": finite(logprob), "bytes": token_bytes(tokenizer, id, text)}
 
     return [

@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from runtime.generation.tool_calls.tools import tools_of
 from runtime.server.answers.body import Body, NoEffect, without_halves
 from runtime.server.answers.content import Content, joined
-from runtime.server.answers.request import Chat, GenerationBody
+from runtime.server.answers.request import ChatPrompt, GenerationBody
 from runtime.server.errors import ErrorResponse
 
 Effort = Annotated[str, Field(max_length=100)]
@@ -104,7 +104,7 @@ class ChatBody(GenerationBody):
         allowed: Sequence[Any] | None = None,
         effort: str | None = None,
         may_continue: bool = True,
-    ) -> Chat:
+    ) -> ChatPrompt:
         """The chat of some messages and tools. Raises: ErrorResponse: fields do not go together, or a tool is invalid.
 
         Args:
@@ -132,7 +132,7 @@ class ChatBody(GenerationBody):
             checked = tools_of(tools, choice or "auto", is_parallel=is_parallel, allowed=allowed)
         except SettingsError as error:
             raise ErrorResponse(400, str(error), param="tools") from error
-        return Chat(
+        return ChatPrompt(
             messages,
             continues=continues,
             variables=variables,

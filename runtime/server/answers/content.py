@@ -119,8 +119,8 @@ Kinds = (
     | Annotated[DocumentPart, Tag("Document")]
     | Annotated[OtherPart, Tag("Other")]
 )
-Part = Annotated[Kinds, Discriminator(kind_of_part)]
-Content = str | BoundedList[Part]
+ContentPart = Annotated[Kinds, Discriminator(kind_of_part)]
+Content = str | BoundedList[ContentPart]
 
 
 def as_text_or_parts(value: Any) -> Any:

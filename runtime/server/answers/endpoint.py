@@ -23,7 +23,7 @@ from runtime.engine.nursery import BackgroundNursery
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
 from runtime.generation.tokens import Token
-from runtime.server.answers.api import BegunAnswer, Choice, Choices, Event, Serializer, end_without_token
+from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer, ServerSentEvent, end_without_token
 from runtime.server.answers.body import ClientGone, RequestBody, read_body
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
@@ -273,7 +273,11 @@ async def send_events(
     written_at = trio.current_time()
 
     async def write(
-        events: Callable[[], Iterable[Event]], *, is_long: bool = False, otherwise: str = "", is_last: bool = False
+        events: Callable[[], Iterable[ServerSentEvent]],
+        *,
+        is_long: bool = False,
+        otherwise: str = "",
+        is_last: bool = False,
     ) -> None:
         nonlocal written_at
 

@@ -18,7 +18,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
 from runtime.server.answers.body import Body, IgnoredFields, NoEffect, RequestBody
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Kind
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, ConstraintKind
 
 Id = Annotated[int, Field(ge=0)]
 # Validation stops at the first invalid item: to report each of a million takes seconds.
@@ -28,8 +28,8 @@ Ids = Annotated[list[Id], Field(fail_fast=True)]
 MAX_NUMBER = 1e6
 
 # Clients send "" for none.
-Stop = Annotated[str, Field(max_length=1000)]
-Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
+StopText = Annotated[str, Field(max_length=1000)]
+Stops = Annotated[list[StopText], Field(max_length=16, fail_fast=True)]
 # -1 for as many as fit into the context, 0 to read the prompt and generate nothing.
 MaxTokens = Annotated[int, Field(ge=-1)]
 # A token id, or a text.
@@ -144,7 +144,12 @@ class StructuredOutputs(Body):
     def constraints(self) -> Iterator[Constraint]:
         """The constraints that it gives."""
         json = ANY_OBJECT if self.json_ is None and self.json_object else self.json_
-        values: dict[Kind, Any] = {"json": json, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        values: dict[ConstraintKind, Any] = {
+            "json": json,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
         for kind, value in values.items():
             if value is not None:
                 yield Constraint(kind, value, "structured_outputs")
@@ -164,7 +169,7 @@ def format_constraint(format: ResponseFormat | NamedSchema | None) -> Constraint
 
 
 @attrs.frozen
-class Chat:
+class ChatPrompt:
     """A chat to continue, as chat templates take it."""
 
     messages: Sequence[dict[str, Any]]  # at least one; the text of each is its `content`
@@ -185,7 +190,7 @@ class GenerationRequest:
     ignored: IgnoredFields
     settings: Mapping[str, Any]  # without those that need the tokenizer: see `Preparation`
     prompt_field: str  # the name of the body's field that has the prompt
-    chat: Chat | None = None
+    chat: ChatPrompt | None = None
     texts: Sequence[Prompt] = ()  # texts or token ids to continue, if there is no chat; at least one
     suffix: str | None = None  # the text that follows the answers, for fill-in-the-middle
     echoes: bool = False
@@ -234,7 +239,7 @@ class GenerationBody(SettingFields):
     min_tokens: Id | None = Field(
         None, description="minimum number of tokens: before that, no end-of-text or stop token can end the answer"
     )
-    stop: Stop | Stops | None = None
+    stop: StopText | Stops | None = None
     include_stop_str_in_output: bool | None = Field(None, description="keep the stop string or token at the end")
     skip_special_tokens: bool | None = Field(
         None, description="true: leave special tokens out of the text, except those around reasoning and calls"

@@ -56,7 +56,7 @@ def _kind(block: Any) -> str | None:
     return {"tool_use": "ToolUse", "tool_result": "ToolResult"}.get(type_of(block) or "", kind_of_part(block))
 
 
-Block = Annotated[
+MessageBlock = Annotated[
     Kinds | Annotated[ToolUseBlock, Tag("ToolUse")] | Annotated[ToolResultBlock, Tag("ToolResult")],
     Discriminator(_kind),
 ]
@@ -66,7 +66,7 @@ class InputMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | BoundedList[Block]
+    content: str | BoundedList[MessageBlock]
 
     @property
     def blocks(self) -> list[Any]:

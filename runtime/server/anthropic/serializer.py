@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from protocol.statistics import Statistics
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
+from runtime.server.answers.api import BegunAnswer, Serializer, ServerSentEvent, end_reason
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import ErrorForm
 from runtime.server.reports import ModelDescription
@@ -85,7 +85,7 @@ class ToolUseContentBlock(TypedDict):
     input: dict[str, Any]
 
 
-Content = TextContentBlock | ThinkingContentBlock | ToolUseContentBlock
+AnswerBlock = TextContentBlock | ThinkingContentBlock | ToolUseContentBlock
 
 
 class AnthropicMessage(TypedDict):
@@ -95,7 +95,7 @@ class AnthropicMessage(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[Content]
+    content: list[AnswerBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -170,7 +170,7 @@ class MessageSerializer(Serializer):
     def __init__(self, answer: BegunAnswer) -> None:
         super().__init__(answer)
         self.id = f"msg_{secrets.token_hex(16)}"
-        self._content: list[Content] = []
+        self._content: list[AnswerBlock] = []
         self._index = -1  # of the last block that events have begun
         self._is_open = False
 
@@ -179,24 +179,24 @@ class MessageSerializer(Serializer):
             pass
         return {**self._message(statistics), "content": self._content, **self._end()}
 
-    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+    def first_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         return [_event({"type": "message_start", "message": self._message(statistics)}), _event({"type": "ping"})]
 
-    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[ServerSentEvent]:
         return [_event(each) for each in self._added(tokens)]
 
-    def idle_events(self, statistics: Statistics) -> Sequence[Event]:
+    def idle_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         return [_event({"type": "ping"})]
 
-    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+    def last_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         return [
             *(_event(each) for each in self._stopped()),
             _event({"type": "message_delta", "delta": self._end(), "usage": _usage(statistics)}),
             _event({"type": "message_stop"}),
         ]
 
-    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
-        return [Event(messages_error_body(error), "error")]
+    def error_events(self, error: ErrorResponse) -> Sequence[ServerSentEvent]:
+        return [ServerSentEvent(messages_error_body(error), "error")]
 
     def _message(self, statistics: Statistics) -> AnthropicMessage:
         """The message, without its content and its end."""
@@ -250,7 +250,7 @@ class MessageSerializer(Serializer):
         self._block[kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _begun(self, block: Content) -> Iterator[_Event]:
+    def _begun(self, block: AnswerBlock) -> Iterator[_Event]:
         yield from self._stopped()
         self._index += 1
         self._is_open = True
@@ -283,5 +283,5 @@ def _usage(statistics: Statistics) -> MessagesUsage:
     }
 
 
-def _event(data: _Event) -> Event:
-    return Event(data, data["type"])
+def _event(data: _Event) -> ServerSentEvent:
+    return ServerSentEvent(data, data["type"])

@@ -51,7 +51,7 @@ _STREAM_ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
 @attrs.define(eq=False)
-class Connection:
+class ClientConnection:
     """One client connection, from its first byte to its last; for the times, see `Limits`."""
 
     _app: ASGIApp
@@ -60,7 +60,7 @@ class Connection:
     _stalled_s: float = attrs.field(kw_only=True)
     _idle_s: float = attrs.field(kw_only=True)
     # Called when the connection begins to wait for a request.
-    _when_idle: Callable[[Connection], object] = attrs.field(kw_only=True, default=lambda _: None)
+    _when_idle: Callable[[ClientConnection], object] = attrs.field(kw_only=True, default=lambda _: None)
     is_idle: bool = attrs.field(init=False, default=True)  # whether no request is being answered
     _http: h11.Connection = attrs.field(
         init=False, factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
@@ -291,7 +291,7 @@ class ConnectionSlots:
     def __init__(self, number: int) -> None:
         self._free = trio.Semaphore(number)
         self._keeps_idle = True
-        self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
+        self._connections: dict[ClientConnection, None] = {}  # in the order in which they became idle, if they are idle
 
     async def take(self) -> None:
         """Wait for a free place and take it, for a connection that then holds it. Cancellation: none is taken."""
@@ -300,7 +300,7 @@ class ConnectionSlots:
         await self._free.acquire()
 
     @contextmanager
-    def holding(self, connection: Connection) -> Iterator[None]:
+    def holding(self, connection: ClientConnection) -> Iterator[None]:
         """Hold the place that was taken for a connection until the end of the block."""
         self._connections[connection] = None
         try:
@@ -314,7 +314,7 @@ class ConnectionSlots:
         if longest := next((each for each in self._connections if each.is_idle), None):
             longest.retire()
 
-    def note_idle(self, connection: Connection) -> None:
+    def note_idle(self, connection: ClientConnection) -> None:
         """To be called when a connection becomes idle."""
         del self._connections[connection]
         self._connections[connection] = None
@@ -356,7 +356,7 @@ async def serve(
     slots = ConnectionSlots(limits.max_connections or DEFAULT_CONNECTIONS)
 
     async def handle(stream: trio.SocketStream) -> None:
-        connection = Connection(
+        connection = ClientConnection(
             app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s, when_idle=slots.note_idle
         )
         with slots.holding(connection):

@@ -44,7 +44,7 @@ _PROBLEMS: dict[Outcome, str] = {
 # The schema of any JSON object. All requests share its grammar, which does not grow: its lexer has few states.
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar"]
 
 
 @attrs.frozen
@@ -55,7 +55,7 @@ class Constraint:
     in llama.cpp's GBNF or in Lark's syntax.
     """
 
-    kind: Kind
+    kind: ConstraintKind
     value: Any
     field: str
 
@@ -80,7 +80,7 @@ class Constraint:
 
     def write(self) -> str:
         """The grammar in llguidance's own format. Raises: SettingsError: invalid, or llguidance is not installed."""
-        write: dict[Kind, Callable[[Any], str]] = {
+        write: dict[ConstraintKind, Callable[[Any], str]] = {
             "json": partial(grammar_of_schema, is_closed=True),
             "regex": grammar_of_regex,
             "choice": grammar_of_choices,

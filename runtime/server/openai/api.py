@@ -19,7 +19,7 @@ from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.loaded_model import tokenizer_of
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
-from runtime.server.openai.serializers import ChatCompletion, ChatSerializer, Completion, CompletionSerializer
+from runtime.server.openai.serializers import ChatCompletion, ChatSerializer, CompletionSerializer, TextCompletion
 from runtime.server.operations import Operation
 
 
@@ -96,7 +96,7 @@ OPERATIONS = (
         _endpoint(CompletionRequest, CompletionSerializer),
         "complete",
         "Continue a text",
-        Completion,
+        TextCompletion,
         CompletionRequest,
         {"prompt": "def quicksort(items):", "max_tokens": 32, "stream": True},
         is_streamed=True,

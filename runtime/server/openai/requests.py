@@ -54,7 +54,7 @@ def _content(value: Any, info: ValidationInfo) -> Any:
     return as_text_or_parts(value) if info.data.get("role") in ("tool", "function") else value
 
 
-class Message(Body):
+class MessageBody(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -198,7 +198,7 @@ class ChatRequest(ChatBody, OpenAIBody):
     """The body of a request to `/v1/chat/completions`: a chat to continue."""
 
     # Lists of objects are bounded for the time that it takes to read them.
-    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    messages: list[MessageBody] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
     tools: Objects | None = Field(None, description="functions that the model may call")
     tool_choice: str | dict[str, Any] | None = Field(

@@ -22,8 +22,8 @@ from runtime.server.answers.api import (
     Choice,
     Echo,
     EndReason,
-    Event,
     Serializer,
+    ServerSentEvent,
     TokenLogprob,
     end_reason,
     finite,
@@ -159,7 +159,7 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-class Completion(_Response):
+class TextCompletion(_Response):
     """A response of `/v1/completions`."""
 
     object: Literal["text_completion"]
@@ -248,11 +248,11 @@ class ChunkSerializer(Serializer):
 
     # --- events and bodies ------------------------------------------------------------------------
 
-    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+    def first_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         """See `Serializer`: none before the first token, except with `include_speculation`."""
         return self.idle_events(statistics)
 
-    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[ServerSentEvent]:
         chunks = self._chunks(self._shown(tokens))
         tokens = tokens_among(tokens)
         self._num_given += len(tokens)
@@ -266,18 +266,18 @@ class ChunkSerializer(Serializer):
             if self._timeline is not None:
                 # The tokens belong to the first chunk; one that only ends the text has none.
                 chunk["speculation"] = _speculation([] if i else tokens, statistics, self._timeline)
-        return [Event(chunk) for chunk in chunks]
+        return [ServerSentEvent(chunk) for chunk in chunks]
 
-    def idle_events(self, statistics: Statistics) -> Sequence[Event]:
+    def idle_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         """See `Serializer`: with `include_speculation`, what the models do."""
         return () if self._timeline is None else self.events([], statistics)
 
-    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+    def last_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         chunk = {**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}
-        return [*([Event(chunk)] if self._options.include_usage else []), Event("[DONE]")]
+        return [*([ServerSentEvent(chunk)] if self._options.include_usage else []), ServerSentEvent("[DONE]")]
 
-    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
-        return [Event(error.body())]  # alone, without [DONE]
+    def error_events(self, error: ErrorResponse) -> Sequence[ServerSentEvent]:
+        return [ServerSentEvent(error.body())]  # alone, without [DONE]
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
         bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
@@ -288,13 +288,13 @@ class ChunkSerializer(Serializer):
             "usage": _added([body["usage"] for body in bodies]),
         }
 
-    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
+    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[ServerSentEvent]:
         events = []
         for alike in zip(*(each.serializer.last_events(each.statistics()) for each in choices), strict=True):
             data = alike[0].data
             if not isinstance(data, str):
                 data = {**data, "usage": _added([event.data["usage"] for event in alike])}
-            events.append(Event(data))
+            events.append(ServerSentEvent(data))
         return events
 
     def _chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, p
 from runtime.server.answers.chat import ChatBody, Effort, call_of, check_choice, custom_arguments, function_of, label_of
 from runtime.server.answers.content import (
     Content,
-    Part,
+    ContentPart,
     Result,
     as_text_or_parts,
     check_asked,
@@ -73,7 +73,7 @@ class ReasoningItem(SentBackItem):
     type: Literal["reasoning"]
     summary: SentBack = None
     encrypted_content: SentBack = None
-    content: BoundedList[Part] | None = None
+    content: BoundedList[ContentPart] | None = None
 
 
 class FunctionCallItem(SentBackItem):

@@ -15,8 +15,8 @@ from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import (
     BegunAnswer,
-    Event,
     Serializer,
+    ServerSentEvent,
     TokenLogprob,
     end_reason,
     event_json,
@@ -212,24 +212,24 @@ class ResponseSerializer(Serializer):
             pass
         return self._response
 
-    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+    def first_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         return [self._whole_event("response.created"), self._whole_event("response.in_progress")]
 
-    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[ServerSentEvent]:
         return list(self._added(tokens))
 
-    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+    def last_events(self, statistics: Statistics) -> Sequence[ServerSentEvent]:
         events = list(self._ended(statistics))
         return [*events, self._whole_event(f"response.{self._response['status']}")]
 
-    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[ServerSentEvent]:
         self._response["status"] = "failed"
         self._response["error"] = {"code": "server_error", "message": error.detail["message"]}
         return [self._whole_event("response.failed")]
 
     # --- the output -------------------------------------------------------------------------------
 
-    def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
+    def _added(self, tokens: Sequence[Token]) -> Iterator[ServerSentEvent]:
         # For log-probabilities, one token at a time, to know which tokens make up a text.
         for some in [tokens] if self._num_logprobs is None else [[token] for token in tokens]:
             if self._num_logprobs is not None:
@@ -238,7 +238,7 @@ class ResponseSerializer(Serializer):
             for part in self._parts(some):
                 yield from self._add(part)
 
-    def _add(self, part: Delta) -> Iterator[Event]:
+    def _add(self, part: Delta) -> Iterator[ServerSentEvent]:
         match part:
             case Delta("content", text):
                 yield from self._text("message", text)
@@ -272,7 +272,7 @@ class ResponseSerializer(Serializer):
                 self._withheld = self._of_call + self._withheld
                 yield from self._text("message", given)
 
-    def _other_call(self, tool: OfferedTool, call: ToolCall, status: ItemStatus) -> Iterator[Event]:
+    def _other_call(self, tool: OfferedTool, call: ToolCall, status: ItemStatus) -> Iterator[ServerSentEvent]:
         """A call of a tool that is no function, known only at its end: its arguments are no JSON in this API."""
         if (found := tool.item(call, is_whole=status == "completed")) is None:
             yield from self._text("message", json.dumps({"name": call.name, "arguments": call.arguments}))
@@ -286,7 +286,7 @@ class ResponseSerializer(Serializer):
             yield self._event("response.custom_tool_call_input.done", **self._place, input=text)
         yield from self._done(status)
 
-    def _ended(self, statistics: Statistics) -> Iterator[Event]:
+    def _ended(self, statistics: Statistics) -> Iterator[ServerSentEvent]:
         """Complete the response, and keep it if it is to be stored."""
         assert self._last_token is not None, "the last token of a stream has a finish reason"
         reason = end_reason(self._last_token)
@@ -305,7 +305,7 @@ class ResponseSerializer(Serializer):
         if response["store"]:
             self._keep()
 
-    def _text(self, item_type: Literal["message", "reasoning"], text: str) -> Iterator[Event]:
+    def _text(self, item_type: Literal["message", "reasoning"], text: str) -> Iterator[ServerSentEvent]:
         if not self._is_open or self._item["type"] != item_type:
             yield from self._begin_text(item_type)
         content = self._item["content"][0]
@@ -317,7 +317,7 @@ class ResponseSerializer(Serializer):
             content["logprobs"] += added["logprobs"]
         yield self._event(f"response.{content['type']}.delta", **self._text_place, delta=text, **added)
 
-    def _begin_text(self, item_type: Literal["message", "reasoning"]) -> Iterator[Event]:
+    def _begin_text(self, item_type: Literal["message", "reasoning"]) -> Iterator[ServerSentEvent]:
         part: OutputText | ReasoningContent
         if item_type == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
@@ -328,7 +328,7 @@ class ResponseSerializer(Serializer):
         self._item["content"].append(part)
         yield self._event("response.content_part.added", **self._text_place, part=part)
 
-    def _begin(self, prefix: str, **fields: Any) -> Iterator[Event]:
+    def _begin(self, prefix: str, **fields: Any) -> Iterator[ServerSentEvent]:
         yield from self._done("completed")
         self._index += 1
         self._is_open = True
@@ -336,7 +336,7 @@ class ResponseSerializer(Serializer):
         self._output.append(item)
         yield self._event("response.output_item.added", output_index=self._index, item=item)
 
-    def _done(self, status: ItemStatus) -> Iterator[Event]:
+    def _done(self, status: ItemStatus) -> Iterator[ServerSentEvent]:
         if not self._is_open:
             return
         self._is_open = False
@@ -375,13 +375,13 @@ class ResponseSerializer(Serializer):
 
     # --- events, usage and storage ----------------------------------------------------------------
 
-    def _event(self, type: str, **fields: Any) -> Event:
+    def _event(self, type: str, **fields: Any) -> ServerSentEvent:
         event = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         # Encoded now, because items and the response keep growing.
-        return Event(event_json(event) if self._encodes_events else "", type)
+        return ServerSentEvent(event_json(event) if self._encodes_events else "", type)
 
-    def _whole_event(self, type: str) -> Event:
+    def _whole_event(self, type: str) -> ServerSentEvent:
         return self._event(type, response=self._response)
 
     def _usage(self, statistics: Statistics) -> ResponsesUsage:
