@@ -19,6 +19,7 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
+from hypothesis import HealthCheck, settings
 from our_threads import outrider_threads
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
@@ -49,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # `pytest -n`. Tests choose a width themselves.
     for variable in ("COLUMNS", "LINES"):
         os.environ.pop(variable, None)
+    # The same examples each time, however long they take on a busy machine.
+    settings.register_profile(
+        "deterministic", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("deterministic")
     if config.option.markexpr != "not slow":  # its test is slow, and to import it takes a second
         config.pluginmanager.import_plugin("schemathesis.pytest.plugin")
 

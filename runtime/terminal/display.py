@@ -442,7 +442,7 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
         waits = f"a round waited {_duration(s.wait_seconds / s.pass_rows)}, at most {_duration(s.longest_wait_seconds)}"
         yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
     if s.resting_rounds:
-        yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
+        yield "undrafted", f"{s.resting_rounds:,} rounds that the target decoded alone"
     for name, number in ("late drafter", s.draft_timeouts), ("failed drafter", s.draft_failures):
         if number:
             yield name, f"{number:,} times, and the target went on without it"

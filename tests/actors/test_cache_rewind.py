@@ -152,7 +152,7 @@ operations = st.lists(
 @sweep("name, rewind", CACHES_AND_MODES)
 def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str, rewind: str) -> None:
     @given(prompt_length=st.sampled_from([1, 4, 7, 10, 15]), steps=operations)
-    @settings(deadline=None, derandomize=True, database=None, max_examples=6)
+    @settings(max_examples=6)
     def exercise(prompt_length: int, steps: list[Any]) -> None:
         exerciser = Exerciser(subject(name), rewind, prompt_length=prompt_length)
         for act, *args in steps:

@@ -162,7 +162,7 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(kind, tm
     assert 0 < largest <= size
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=20),
     size=st.builds(

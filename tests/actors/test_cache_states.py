@@ -305,7 +305,7 @@ def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> N
     sequence.feed((TEXT[WINDOW + 2],), 1)
     recorded = record(taken(sequence, TEXT[: WINDOW + 3]), "target")
 
-    @settings(derandomize=True, deadline=None, max_examples=25)
+    @settings(max_examples=25)
     @given(data=st.data(), length=st.integers(1, 16))
     def play(data: st.DataObject, length: int) -> None:
         def altered(part: Any) -> Any:
@@ -341,7 +341,7 @@ json_trees = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     description=json_trees
     | st.fixed_dictionaries(

@@ -11,7 +11,7 @@ from sweeps import sweep
 from actors.drafters.copy_search import MAX_OCCURRENCES, CopySearch
 from protocol.copying import MAX_MATCH, Copied
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=80)
+deterministic = settings(max_examples=80)
 
 
 def search_in(text: Iterable[int]) -> CopySearch:

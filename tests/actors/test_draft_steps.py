@@ -269,7 +269,7 @@ LOST = SimpleNamespace(
 
 @given(INTERRUPTED)
 @example(LOST)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(scenario: Any) -> None:
     run(play, scenario)
 

@@ -70,7 +70,7 @@ PENALTIES = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(choices=st.lists(PENALTIES, min_size=8, max_size=8))
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4)
 def test_greedy_text_is_that_of_plain_decoding_under_any_penalties(choices: list[dict[str, Any]]) -> None:
     async def main() -> None:
         async with runtime.open((TARGET, None), (NEAR, None)) as rt:
@@ -144,7 +144,7 @@ FILTERS = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(filters=FILTERS, is_xtc_on=st.booleans(), seed=st.integers(0, 1000))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(filters, is_xtc_on, seed):
     logits, num_draws = 2 * mx.random.normal((1, 20), key=mx.random.key(seed)), 2000
     # With a probability between 0 and 1, mlx-lm draws one number for all rows of a batch.

@@ -53,7 +53,7 @@ def num_read(simulation: Simulation, actor: str, session: int) -> int:
     return sum(span.num_read for span in spans)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 7000), st.integers(0, 700), st.integers(0, 700))
 def test_what_texts_have_in_common_ends_where_they_first_differ(length: int, one: int, other: int) -> None:
     common = [*range(length)]
@@ -342,7 +342,7 @@ target_queue = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(target_queue, st.sampled_from(list(CACHES)), st.sampled_from([10**9, 40, 0]))
 def test_texts_that_share_beginnings_are_right_in_any_order(target_queue: Any, cache: str, max_bytes: int) -> None:
     async def main() -> None:

@@ -211,7 +211,7 @@ sessions = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sessions, st.sampled_from(list(CACHES)), st.integers(0, 3))
 def test_texts_are_right_whoever_reads_waits_or_leaves(sessions: Any, cache: str, schedule: int) -> None:
     async def one(simulation: Simulation, begin: float, seconds: float | None, lookahead: Any, length: int) -> None:

@@ -211,7 +211,7 @@ async def play(scenario: Any) -> int:
 
 @pytest.mark.slow
 @given(SCENARIOS)
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 def test_the_text_does_not_depend_on_timing_or_repeated_messages(scenario: Any) -> None:
     event(f"stale messages: {min(run(play, scenario), 10)}")
 
@@ -267,7 +267,7 @@ def repeating(history: Sequence[int]) -> Sequence[float]:
         schedule=st.integers(0, 2**32),
     )
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_lookup_gives_the_same_text_whatever_comes_twice_or_late(scenario: Any) -> None:
     prompt = [0, 1, 2, 3, 4] * 2
 

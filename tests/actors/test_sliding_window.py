@@ -66,7 +66,7 @@ class Reader:
 widths = st.one_of(st.just(1), st.integers(2, 9), st.integers(60, 130))
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     num_visible=st.integers(2, 40),
     steps=st.lists(st.tuples(st.lists(widths, min_size=1, max_size=4), st.floats(0, 1)), min_size=1, max_size=14),

@@ -94,7 +94,7 @@ async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(max_streams
     assert opened == sorted(opened)
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     streams=st.lists(
         st.tuples(

@@ -133,7 +133,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.DataObject) -> None:
     known = call_format(format)

@@ -84,7 +84,7 @@ def legal(matcher: Any) -> list[int]:
 
 
 @given(schema=VALUES, compact=st.booleans(), seed=st.integers(0, 2**32), length=st.integers(0, 30))
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_beyond_doubt_is_in_every_legal_text_and_all_that_is_proposed_is_legal(schema, compact, seed, length):
     grammar, dice = Grammar.from_json_schema(schema, TOKENIZER, compact=compact), random.Random(seed)
     forced, matcher = grammar.forced_text(), grammar._start.deep_copy()
@@ -114,7 +114,7 @@ def assert_every_text_has(matcher: Any, tokens: Sequence[int]) -> None:
 
 
 @given(schema=VALUES, seed=st.integers(0, 2**32), cuts=st.lists(st.integers(1, 5), max_size=8))
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_it_is_the_same_after_tokens_of_the_text_and_after_the_same_that_were_drafted(schema, seed, cuts):
     grammar, dice, text = Grammar.from_json_schema(schema, TOKENIZER, compact=True), random.Random(seed), []
     matcher = grammar._start.deep_copy()

@@ -229,7 +229,7 @@ ZEROS = mx.zeros((1, VOCAB_SIZE))
 
 @pytest.mark.parametrize("make", GRAMMARS, ids=["schema", "any json", "regex", "lark"])
 @given(data=st.data(), max_pending=st.sampled_from([0, 2, 16]))
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_in_whatever_order_texts_come_each_gets_what_it_would_get_in_plain_decoding(make, data, max_pending):
     with mock.patch.object(grammar_module, "_MAX_PENDING_TOKENS", max_pending):
         play(make, data)

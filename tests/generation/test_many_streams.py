@@ -137,7 +137,7 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(num_streams,
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     streams=st.lists(
         st.tuples(

@@ -87,7 +87,7 @@ SOME_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), SOME_STOPS)
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces, stops):
     matcher, given_text, text = StopMatcher(stops), "", ""
     beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
@@ -124,7 +124,7 @@ STOPS = st.lists(st.text("aab é🙂中\u0301\ufffd", min_size=1, max_size=4), m
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.sets(st.integers(0, 3), max_size=1))
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=120)
 def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(tokens, stops, ends):
     if len(found := [i for i, token in enumerate(tokens) if token in ends]) > 0:
         del tokens[found[0] + 1 :]  # the end of the text
@@ -133,7 +133,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(tokens, stops, en
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.data())
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=80)
 def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(tokens, stops, data):
     is_over = data.draw(st.booleans())
     borders = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=5)) if len(tokens) > 1 else [])
@@ -156,7 +156,7 @@ ANY_TOKEN = st.integers(1, len(demo().get_vocab()) - 1)
 
 
 @given(st.lists(ANY_TOKEN | st.sampled_from(SINGLE_BYTES), min_size=1, max_size=16), st.data())
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(tokens, data):
     text = demo().decode(tokens)
     begins = st.integers(0, len(text) - 1) if text else st.just(0)
@@ -174,7 +174,7 @@ WHOLE_CHARACTERS += [[VOCABULARY[word]] for word in ("▁the", "▁cat", "▁sat
     st.lists(st.sampled_from(WHOLE_CHARACTERS), min_size=1, max_size=8),
     st.lists(st.sampled_from(["the", "e c", "ts", "s🙂", "🙂", " ", "🙂🙂", "at s"]), min_size=1, max_size=3),
 )
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time(parts, stops):
     """Of whole characters: a broken one would take back what was readable before."""
     tokens = [token for part in parts for token in part]
@@ -234,7 +234,7 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead, 
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=16), st.lists(st.text("abc🙂中é", min_size=1, max_size=3)))
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens, stops):
     text, given_text = GrowingText(byte_level(), opened(stops)), ""
     assert text.tail == ""

@@ -65,7 +65,7 @@ SINGLE_BYTES = sorted(i for token, i in demo().get_vocab().items() if len(token)
 ANY_TOKENS = st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
 def test_the_pieces_of_any_tokens_and_bytes_add_up(ids):
     assert len(SINGLE_BYTES) == 256
@@ -75,7 +75,7 @@ def test_the_pieces_of_any_tokens_and_bytes_add_up(ids):
 CHARACTERS = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(CHARACTERS), max_size=8))
 def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(parts):
     ids = [token for part in parts for token in part]

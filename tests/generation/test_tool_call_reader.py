@@ -203,7 +203,7 @@ def fragments(format: str) -> list[str]:
 
 
 @pytest.mark.parametrize("format", [None, *FORMATS])
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_text_and_calls_always_give_back_what_was_generated(format, data):
     words = fragments(format or "json_tools")

@@ -60,7 +60,7 @@ some_settings = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(keywords=some_settings)
 def test_settings_come_back_as_they_were(keywords: dict[str, Any]) -> None:
     before = settings_from(keywords)
@@ -135,7 +135,7 @@ json_values = st.recursive(
 NAMES = ["messages", "thinking", "settings", "num_processors", "cache_options", "vocabulary", "target", "draft"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     changes=st.dictionaries(st.sampled_from(NAMES), json_values), missing=st.sets(st.sampled_from(NAMES), max_size=1)
 )

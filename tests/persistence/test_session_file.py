@@ -384,7 +384,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tensors=st.dictionaries(st.text(max_size=6), entries | json_values, max_size=3),
     metadata=st.fixed_dictionaries(

@@ -140,4 +140,4 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(deadline=None, derandomize=True, max_examples=60, stateful_step_count=30)
+TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30)

@@ -83,7 +83,7 @@ observations = st.lists(
 
 
 @given(seen=observations, raw=st.floats(0, 1), copy_kind=st.none() | st.integers(0, 4))
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 def test_whatever_was_seen_nothing_is_certain(seen, raw, copy_kind):
     calibration = Calibration()
     for kind, its_copy_kind, its_raw, was_right in seen:

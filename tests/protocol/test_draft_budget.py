@@ -18,7 +18,7 @@ from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy, DraftBudget, Po
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=80)
+deterministic = settings(max_examples=80)
 
 
 def priced(*, rate: float = 0.3, **measured: float) -> Prices:

@@ -19,7 +19,7 @@ from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=60)
+deterministic = settings(max_examples=60)
 
 
 # --- a fixed lookahead ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from protocol.errors import ProtocolError
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.randomness import further
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=100)
+deterministic = settings(max_examples=100)
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -223,4 +223,4 @@ class AgainstPaths(RuleBasedStateMachine):
 
 
 TestAgainstPaths = AgainstPaths.TestCase
-TestAgainstPaths.settings = settings(deadline=None, derandomize=True, max_examples=60, stateful_step_count=30)
+TestAgainstPaths.settings = settings(max_examples=60, stateful_step_count=30)

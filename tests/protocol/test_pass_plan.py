@@ -25,7 +25,7 @@ from protocol.pass_plan import (
 )
 from protocol.prices import Prices
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=120)
+deterministic = settings(max_examples=120)
 
 
 def line(slope: float) -> Callable[[int], float]:

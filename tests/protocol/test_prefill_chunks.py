@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from architectures import build
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import greedy, prompt_of
 from scripted import ScriptedModel, continuation, priced, simulated, text_of, truthful
@@ -173,7 +173,6 @@ async def test_where_the_text_depends_on_it_passes_are_mlx_lms(kv_bits: int | No
     st.sampled_from([16, 64, 512, 2048]),
     st.sampled_from([80, 2048]),
 )
-@settings(deadline=None)
 def test_prompts_that_are_read_in_one_pass_fit_and_are_of_like_length(
     lengths: list[int], size: int, width: int
 ) -> None:

@@ -15,7 +15,7 @@ from sweeps import sweep
 from protocol.pass_price import PassPrice
 from protocol.prices import MAX_RULES, Mean, Prices
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=40)
+deterministic = settings(max_examples=40)
 
 
 # --- a pass of the target -------------------------------------------------------------------------
@@ -243,7 +243,7 @@ measured = st.builds(
 
 
 @given(prices=measured, one=st.floats(0, 1), other=st.floats(0, 1))
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 def test_a_drafter_that_is_right_more_often_is_modelled_to_bring_no_less(prices, one, other):
     less, more = sorted((one, other))
     assert 0 < prices.modelled_rate(less) <= prices.modelled_rate(more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.cached_tokens import ReplayDebt
@@ -24,7 +24,6 @@ class Affine:
 
 
 @given(base=seconds, per_token=st.floats(1e-3, 1.0), per_round=st.integers(1, 8))
-@settings(deadline=None)
 def test_what_is_carried_until_it_is_settled_costs_about_one_pass(
     base: float, per_token: float, per_round: int
 ) -> None:

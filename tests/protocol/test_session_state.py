@@ -229,7 +229,7 @@ def test_a_session_can_begin_with_a_round_of_the_target(drafted, first, second):
     room=st.none() | st.integers(1, 7),
     single_step=st.booleans(),
 )
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 def test_a_commit_is_what_reading_token_by_token_would_give(
     proposed, accepts, token, stop_tokens, max_tokens, room, single_step
 ):
@@ -277,7 +277,7 @@ def test_a_commit_is_what_reading_token_by_token_would_give(
     single_step=st.booleans(),
     data=st.data(),
 )
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=120)
 def test_a_stop_string_cuts_as_a_stop_token_in_its_last_place_does(proposed, accepts, own, single_step, data):
     num_accepted = min(accepts, 1 if single_step else 5, len(proposed))
     token = 10 if own or num_accepted == 0 else None
@@ -607,4 +607,4 @@ def hear(of: SessionState, message: Proposal | Verdict | Rested) -> Commit | boo
 
 
 TestTwoCopies = TwoCopies.TestCase
-TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=70, stateful_step_count=40)
+TestTwoCopies.settings = settings(max_examples=70, stateful_step_count=40)

@@ -259,7 +259,7 @@ def as_kept(name, value):
 
 
 @given(keywords=st.dictionaries(st.sampled_from([f.name for f in attrs.fields(Settings)]), anything, max_size=4))
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 def test_whatever_is_asked_for_is_taken_as_it_is_or_refused_by_name(keywords):
     outcome = taken_or_refused(keywords)
     if isinstance(outcome, SettingsError):

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedModel, agreeing, simulated, truthful
 from sweeps import sweep
@@ -136,7 +136,6 @@ commits = st.builds(
 
 
 @given(each=st.lists(commits, max_size=8))
-@settings(deadline=None, derandomize=True)
 def test_the_counts_of_a_whole_text_are_the_sums_over_its_commits(each):
     counts = given_all(*each)
     assert counts.generated_tokens == sum(len(c.tokens) for c in each)
@@ -208,7 +207,6 @@ def test_a_worker_is_never_busier_than_the_clock():
 
 
 @given(passes=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=8))
-@settings(deadline=None, derandomize=True)
 def test_passes_of_all_streams_are_counted_once_and_their_rows_for_each(passes):
     streams = [Counts() for _ in range(4)]
     for members in passes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.text_ledger import TextLedger
@@ -20,7 +20,6 @@ def ledger_of(tokens: list[int]) -> TextLedger:
 
 
 @given(TOKENS, TOKENS, TOKENS)
-@settings(deadline=None)
 def test_an_entry_depends_on_the_tokens_and_not_on_the_way_there(kept, dropped, more):
     ledger = ledger_of(kept)
     ledger.feed(7, dropped)
@@ -31,7 +30,6 @@ def test_an_entry_depends_on_the_tokens_and_not_on_the_way_there(kept, dropped, 
 
 
 @given(TOKENS, TOKENS)
-@settings(deadline=None)
 def test_different_texts_have_different_entries(one, other):
     assert (ledger_of(one).entry(7) == ledger_of(other).entry(7)) == (one == other)
 

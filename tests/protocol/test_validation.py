@@ -22,7 +22,7 @@ NOT_NUMBERS = ["1", b"1", "", None, [], (1,), {}, 1j, Fraction(2), Decimal(2), n
 NOT_INTEGERS = [*NOT_NUMBERS, True, False, 1.0, 2.5, NAN, INF, -INF, np.float64(1.0), mx.array(1)]
 NO_FINITE_NUMBERS = [*NOT_NUMBERS, True, False, NAN, INF, -INF, HUGE, -HUGE, np.float64("nan"), np.float32(0.5)]
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=100)
+deterministic = settings(max_examples=100)
 
 
 def message_of(check, *arguments, **options) -> str:

@@ -161,7 +161,7 @@ def test_without_the_targets_tokenizer_the_longest_beginning_is_taken_and_never_
 pieces = st.lists(st.binary(min_size=1, max_size=5), max_size=30)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(pieces, pieces, st.data())
 def test_a_text_is_spelled_with_the_same_bytes(ours: list[bytes], theirs: list[bytes], data: st.DataObject) -> None:
     target = vocabulary(*ours, b"x")

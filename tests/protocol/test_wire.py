@@ -72,14 +72,14 @@ sent = messages(drafter_wire.LinkMessage, drafter_wire) | messages(rank_messages
 
 
 @given(sent)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_a_message_comes_back_from_its_bytes(sent: Any) -> None:
     message, codec = sent
     assert codec.decode(codec.encode(message)) == message
 
 
 @given(sent, st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_damaged_bytes_are_refused_or_another_sound_message(sent: Any, data: st.DataObject) -> None:
     message, codec = sent
     damaged = bytearray(codec.encode(message))

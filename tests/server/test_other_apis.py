@@ -17,7 +17,7 @@ from asgi import (
     watched_streams,
 )
 from assembled import body_of, text_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sweeps import sweep
 
@@ -304,7 +304,6 @@ STEPS = st.lists(st.tuples(st.sampled_from("pgd"), st.integers(0, 6), st.integer
 
 
 @given(STEPS, st.integers(0, 4), st.integers(0, 100))
-@settings(deadline=None)
 def test_a_store_keeps_within_its_bounds_what_was_used_last(steps, max_responses, max_bytes):
     store = ResponseStore(max_responses, max_bytes)
     kept: dict[str, StoredResponse] = {}  # the plain definition: in the order of use

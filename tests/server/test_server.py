@@ -220,7 +220,7 @@ def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
         is_thinking, is_first = not is_thinking, False
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     st.lists(st.sampled_from(["<t>", "</t>", "<", "t", ">", "/", " ", "\n", "a", "b", "<t", "</"]), max_size=14),
     st.lists(st.integers(0, 30), max_size=8),
@@ -339,7 +339,7 @@ def test_rejected_clients_are_told_to_come_one_after_the_other():
 # --- clients that leave ---------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(0, 400), st.booleans(), st.sampled_from([0, 3, "auto"]), st.integers(0, 1000))
 def test_a_client_may_leave_at_any_time_beside_another(quarters, stream, lookahead, schedule):
     leaves_at = quarters / 4

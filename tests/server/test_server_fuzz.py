@@ -57,8 +57,6 @@ described = schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_ke
 @described.parametrize()
 @settings(
     max_examples=3,
-    derandomize=True,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 def test_nothing_that_can_be_asked_gets_what_is_not_described(case, server):

@@ -262,7 +262,7 @@ def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, An
     return st.fixed_dictionaries({}, optional=fields).map(lambda body: {**base, "max_tokens": 3, **body}) | json_values
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(asked=st.sampled_from(ASKED), data=st.data())
 @on_server(limits=Limits(max_tokens_limit=6))
 async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(server, asked, data):
@@ -278,7 +278,7 @@ async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(server, as
     assert server.simulation.runtime.num_streams == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(body=st.binary(max_size=40) | st.text(alphabet='{}[]":,tf0-promt \\u', max_size=30).map(str.encode))
 def test_any_bytes_are_told_what_is_wrong_with_them(body):
     for kind in (CompletionRequest, ChatRequest):

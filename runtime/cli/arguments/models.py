@@ -118,6 +118,8 @@ TARGET_HELP = (
     "bundled demo pair (default: smollm2 if it is installed, else demo)"
 )
 DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
+# Commands that measure decide these themselves.
+DECIDED_IN_MEASURING = ("memory_limit", "work_ahead")
 
 
 @attrs.frozen
