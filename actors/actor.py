@@ -467,15 +467,15 @@ class ModelActor(Actor[S]):
 
     async def _empty_sequence(self, session: S) -> None:
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
-        sequence, alongside_model = session.sequence, session.alongside_model
-        assert sequence is not None
-
-        def emptied() -> CachedSequence:  # on the worker's thread
-            sequence.close()
-            return self.model.open_sequence(alongside_model=alongside_model)
-
-        session.sequence = await self.worker.run(Job("open", emptied, session.id))
+        assert session.sequence is not None
+        call = partial(self._emptied, session.sequence, alongside_model=session.alongside_model)
+        session.sequence = await self.worker.run(Job("open", call, session.id))
         session.notice_loss()
+
+    def _emptied(self, sequence: CachedSequence, *, alongside_model: bool) -> CachedSequence:
+        """On the worker's thread."""
+        sequence.close()
+        return self.model.open_sequence(alongside_model=alongside_model)
 
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""

@@ -55,6 +55,10 @@ class SavedSession:
     target: SavedModelState
     draft: SavedModelState | None
 
+    def __repr__(self) -> str:
+        draft = "no draft model" if self.draft is None else "a draft model"
+        return f"<outrider SavedSession: {len(self.messages)} messages, {len(self.tokens)} tokens, with {draft}>"
+
 
 async def write(path: SessionFile, session: SavedSession) -> int:
     """Write a session, in another thread; see `session_file.write`. A cancellation leaves the old file."""

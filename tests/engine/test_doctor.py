@@ -399,5 +399,5 @@ def test_descriptions_are_listed_by_rank_in_whatever_order_they_come() -> None:
 def test_a_rank_that_asks_or_answers_something_else_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 was to be asked what it is, and rank 0 sent CloseTarget"):
         take_part_in_examination(group(1, (0, CloseTarget())))
-    with pytest.raises(RankError, match="rank 2 was to say what it is, and sent Loaded"):
+    with pytest.raises(RankError, match="rank 2 was to say what it is, and sent RankLoaded"):
         examine_ranks(group(0, (2, RankLoaded({}))))

@@ -91,7 +91,7 @@ NAMES = {
     **DESCRIBED,
     **{name: getattr(runtime, name) for name in runtime.__all__},
     # Names that modules import for type checkers only.
-    **{"mx": mx, "Module": nn.Module, "Source": ModelSource, "OpenArguments": OpenArguments},
+    **{"mx": mx, "Module": nn.Module, "ModelSource": ModelSource, "OpenArguments": OpenArguments},
 }
 
 

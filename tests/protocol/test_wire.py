@@ -119,7 +119,7 @@ def test_damaged_bytes_are_refused_or_another_sound_message(sent: Any, data: st.
         b'["Hello", "x", 2, {}]',
         b'["Hello", 1, 2, 5]',
         b'["Hello", 1, 2, {"mlx": 3}]',
-        b'["Operations", 1]',
+        b'["RankOperations", 1]',
         b'["ForDrafter", 3]',
         b'["ForDrafter", {"__tensor__": ["U8", [9], 9]}]\nshort',
         b'["Recorded", {"a": {"__tensor__": ["F32", [2], 4]}}, null]\n1234',
