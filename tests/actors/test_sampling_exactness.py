@@ -78,10 +78,9 @@ async def sample(
     prompt: Sequence[int] = PROMPT,
     price_seed: int = 0,
     draft_part: float = 1.0,
-    num_at_once: int = 8,
     **settings: Any,
 ) -> list[tuple[Token, ...]]:
-    """Texts of sessions with the seeds 0, 1, …; some at a time on one runtime.
+    """Texts of sessions with the seeds 0, 1, …; three at a time on one runtime.
 
     The mean duration of a draft step is `draft_part` of a target pass.
     """
@@ -89,7 +88,7 @@ async def sample(
     price, draft_price = random_price(price_seed), random_price(price_seed + 1, draft_part)
     async with simulated(target, draft, price=price, draft_price=draft_price) as simulation:
         requests = [(prompt, {"seed": seed}) for seed in range(num_sessions)]
-        found = await simulation.runtime.generate_many(requests, max_concurrent=num_at_once, **asked)
+        found = await simulation.runtime.generate_many(requests, max_concurrent=3, **asked)
         return [each.tokens for each in found]
 
 
@@ -110,7 +109,7 @@ def drafter(
 SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lookahead 2": ({}, {}, {"lookahead": 2}),
     # Otherwise the drafter would rest, and a rest is longer than these texts; so it is with most seeds of the prices.
-    "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02, "price_seed": 12, "num_at_once": 3}),
+    "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02, "price_seed": 12}),
     "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
     "caches that fill": ({"undo": within(5)}, {"undo": within(6)}, {"lookahead": 2}),
     "a drafter with fewer tokens that cannot rewind": ({}, {"table": NARROW_DRAFT, "undo": never}, {"lookahead": 2}),
@@ -274,7 +273,7 @@ def test_where_passes_over_drafted_tokens_fail_texts_have_the_targets_distributi
 
     models = RefusingModel(markov(TARGET), every_third_with_drafts, vocab_size=len(TARGET)), drafter(DRAFT)
     asked = {"max_tokens": 5, "lookahead": 3, "acceptance": "rejection"}
-    texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, num_at_once=3, **asked))]
+    texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, **asked))]
     assert len(models[0].failures) > 100
     assert p_value(Counter(tuple(text[:3]) for text in texts), outcomes(TARGET, 3)) > SIGNIFICANCE
 
