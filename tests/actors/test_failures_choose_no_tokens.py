@@ -302,11 +302,13 @@ def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be() ->
 
 
 @pytest.mark.slow
-def test_a_trained_drafter_that_fails_leaves_the_distribution() -> None:
-    moment = attrs.evolve(MOMENTS["while the target verifies"], make_policy=lambda *_: ChainPolicy(2))
-    found, phases = run(lambda: sampled(400, moment, "a trained drafter"))
-    assert found > SIGNIFICANCE
-    assert phases[SessionPhase.VERIFYING] > 100
+def test_a_trained_drafter_that_fails_leaves_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first token is the target's own, which gives the hidden states, so that all is one place further on.
+    moment = attrs.evolve(MOMENTS["while the target verifies"], coins=(5,), make_policy=lambda *_: ChainPolicy(2))
+    phases = check(moment, "a trained drafter")
+    assert phases[SessionPhase.VERIFYING] > 80
+    leave_at_once(monkeypatch)
+    assert run(lambda: sampled(200, moment, "a trained drafter"))[0] < 1e-6
 
 
 # --- a drafter that is detached -------------------------------------------------------------------
