@@ -201,6 +201,19 @@ async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server):
     assert long.over_at < other.over_at < late.over_at
 
 
+@with_models(A, B, C, memory_limit=25)
+async def test_one_model_is_unloaded_for_a_load_though_another_becomes_idle_meanwhile(server):
+    for name in ("a", "b"):
+        await server.complete(name)
+    async with server.completing("a", 300) as first, server.completing("b", 200) as second:
+        await trio.sleep(1)
+        async with server.completing("c") as other:
+            pass
+    assert second.over_at < first.over_at < other.over_at
+    assert (first.text, second.text, other.text) == (text_of("a", 300), text_of("b", 200), text_of("c", 4))
+    assert server.loads.history == [("load", "a"), ("load", "b"), ("unload", "a"), ("load", "c")]
+
+
 async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhile():
     collecting, go_on = threading.Event(), threading.Event()
 
