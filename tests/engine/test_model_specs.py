@@ -162,7 +162,9 @@ def test_adapted_and_quantised_models_have_fingerprints_of_their_own(where: Path
     ]
     specs = [{}, *({"adapter_path": str(adapter)} for adapter in adapters), {"model_config": {"rope_theta": 3.0}}]
     found = [fingerprint(mlx_lm.load(str(where), **options)[0]) for options in specs]
-    assert len(set(found)) == len(specs)
+    quantised = wide()
+    nn.quantize(quantised, group_size=32, bits=4)
+    assert len({*found, fingerprint(quantised)}) == len(specs) + 1
     # What was saved before adapters could be loaded is still that of the plain model.
     assert found[0] == fingerprint(wide())
     stronger = found[1].difference(found[2])
