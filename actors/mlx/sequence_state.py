@@ -178,14 +178,6 @@ class StateRecorder:
         return {"kind": taken.kind, "state": self._describe(taken.state)}
 
 
-def record(sequence: SequenceState, name: str) -> SequenceRecord:
-    """The state of a sequence, for a file, in one go."""
-    recorder = StateRecorder(sequence, name)
-    while (recorded := recorder.step()) is None:
-        pass
-    return recorded
-
-
 def _infix(rank: int) -> str:
     return f".rank-{rank}"
 

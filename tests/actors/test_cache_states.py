@@ -20,7 +20,7 @@ from sweeps import sweep
 from actors.mlx.cache_kinds import LayerState, MisfitError, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import PrefixCheckpointState, SequenceRecord, SequenceState, recall, record
+from actors.mlx.sequence_state import PrefixCheckpointState, SequenceRecord, SequenceState, StateRecorder, recall
 from actors.model import RewindMode
 from protocol.errors import RewindError
 
@@ -30,6 +30,14 @@ LENGTHS = [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 3]
 # One subject of each cache class.
 SAME_CLASSES = {"QuantizedKVCache in mid-text", "ArraysCache, lfm2", "ArraysCache, qwen3_next"}
 OF_EACH_CLASS = [name for name in SUBJECTS if name not in SAME_CLASSES | {"ArraysCache and SlidingWindowCache"}]
+
+
+def record(sequence: SequenceState, name: str) -> SequenceRecord:
+    """The state of a sequence, for a file, in one go."""
+    recorder = StateRecorder(sequence, name)
+    while (recorded := recorder.step()) is None:
+        pass
+    return recorded
 
 
 def through_a_file(state: SequenceState) -> SequenceState:
