@@ -437,12 +437,12 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
             yield "fresh and stale", f"{fresh} and {s.stale_acceptance:.1%} of the drafts"
     else:
         yield "acceptance", "nothing was proposed"
-    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} round{'' if s.rounds == 1 else 's'}"
+    yield "tokens per round", f"{s.tokens_per_round:.2f} in {_rounds(s.rounds)}"
     if s.rows_per_pass is not None and s.rows_per_pass > 1:
         waits = f"a round waited {_duration(s.wait_seconds / s.pass_rows)}, at most {_duration(s.longest_wait_seconds)}"
         yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
     if s.resting_rounds:
-        yield "undrafted", f"{s.resting_rounds:,} rounds that the target decoded alone"
+        yield "undrafted", f"{_rounds(s.resting_rounds)}, decoded by the target alone"
     for name, number in ("late drafter", s.draft_timeouts), ("failed drafter", s.draft_failures):
         if number:
             yield name, f"{number:,} times, and the target went on without it"
@@ -451,6 +451,10 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "peak memory", size_in_words(s.peak_memory)
     for sentence in s.advice:
         yield "advice", sentence
+
+
+def _rounds(number: int) -> str:
+    return f"{number:,} round{'' if number == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

@@ -249,7 +249,7 @@ SHARED = {"rows_per_pass": 2.5, "pass_rows": 40, "wait_seconds": 0.4, "longest_w
         (FRESH, "fresh and stale", "75.0% and 62.5% of the drafts"),
         (STALE, "fresh and stale", "– and 70.0% of the drafts"),
         (SHARED, "shared passes", "2.50 streams a pass; a round waited 10 ms, at most 1.20 s"),
-        ({"resting_rounds": 1234}, "undrafted", "1,234 rounds that the target decoded alone"),
+        ({"resting_rounds": 1234}, "undrafted", "1,234 rounds, decoded by the target alone"),
         ({"draft_timeouts": 3}, "late drafter", "3 times, and the target went on without it"),
         ({"draft_failures": 2}, "failed drafter", "2 times, and the target went on without it"),
         ({"advice": ('use lookahead="auto"',)}, "advice", 'use lookahead="auto"'),
