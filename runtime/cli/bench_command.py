@@ -14,14 +14,7 @@ import trio
 from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.validation import check_number, must_be
-from runtime.cli.arguments.models import (
-    DECIDED_IN_MEASURING,
-    DRAFTER_ELSEWHERE,
-    PREFIX_CACHE,
-    Models,
-    add_models,
-    models_of,
-)
+from runtime.cli.arguments.models import NOT_MEASURED, Models, add_models, models_of
 from runtime.cli.arguments.settings import Value, add_flags, parse_value
 from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import flag
@@ -54,7 +47,7 @@ _FOR_BUNDLED = {"max_tokens": 128, "repeats": 1, "num_draft_tokens": (), "lookah
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(
         parser,
-        without=(*PREFIX_CACHE, *DECIDED_IN_MEASURING, "max_kv_size", "chat_template_args", *DRAFTER_ELSEWHERE),
+        without=(*NOT_MEASURED, "max_kv_size"),
         draft_help='path or hub id of a drafter; "auto" for one on this disk that fits the target; "ngram" for '
         "prompt lookup; may be given more than once",
         several_drafts=True,

@@ -16,14 +16,7 @@ import trio
 
 from protocol.errors import SettingsError
 from protocol.settings import NGRAM
-from runtime.cli.arguments.models import (
-    DECIDED_IN_MEASURING,
-    DRAFTER_ELSEWHERE,
-    PREFIX_CACHE,
-    Models,
-    add_models,
-    models_of,
-)
+from runtime.cli.arguments.models import NOT_MEASURED, Models, add_models, models_of
 from runtime.cli.arguments.settings import add_flags
 from runtime.cli.command import Command
 from runtime.measuring.machine import machine
@@ -44,7 +37,7 @@ from runtime.terminal.tables import Section, Table
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(
         parser,
-        without=(*PREFIX_CACHE, *DECIDED_IN_MEASURING, "chat_template_args", *DRAFTER_ELSEWHERE),
+        without=NOT_MEASURED,
         draft_help='path or hub id of the drafter; "auto" for one on this disk that fits the target, if any',
         target_first=True,
     )

