@@ -194,6 +194,12 @@ async def test_any_number_of_waiting_streams_may_be_refused_at_once(autojump_clo
 # --- growing ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def no_other_runtimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count no runtime that is open elsewhere in this process, whose models would take of the limit."""
+    monkeypatch.setattr(memory, "_budgets", [])
+
+
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reservations of 40 tokens at a time, which are asked for 36 tokens before they are needed."""
